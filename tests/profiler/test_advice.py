@@ -47,7 +47,8 @@ FUSED = {
 
 def lost(**ms):
     return [
-        (cause, ms.get(cause, 0.0)) for cause in ("launches", "syncs", "copies", "host", *(ms.keys() & {"offload"}))
+        (cause, ms.get(cause, 0.0))
+        for cause in ("launches", "syncs", "copies", "host", *(ms.keys() & {"offload", "communication"}))
     ]
 
 
@@ -219,7 +220,7 @@ CASES = {
         {"kernels": [("direct_copy_kernel_cuda LoadWithCast", 24.0, 6.0)]},
     ),
     "communication": (
-        {"summary": {"comm_ms": 20.0, "comm_exposed_ms": 5.0}},
+        {"summary": {"comm_ms": 20.0, "comm_exposed_ms": 5.0}, "lost": lost(communication=5.0)},
         5.0,
         ("5 ms of communication", "bucket_cap_mb", "25% of 20 ms is exposed"),
         {"summary": {"comm_ms": 20.0, "comm_exposed_ms": 0.5}},

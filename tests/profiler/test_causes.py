@@ -99,7 +99,9 @@ def test_parts_sum(recording, named):
         return
     assert s["busy_ms"] * n * 1e6 == pytest.approx(busy)
     talks = timeline.is_named("nccl" in name for name in timeline.names)
+    on_host = r.timeline.is_named(name.startswith("gloo") for name in r.timeline.names)
     talking, silent = raster(timeline.take(talks), begin, stop), raster(timeline.take(~talks), begin, stop)
+    talking |= raster(r.timeline.take(on_host), begin, stop)
     assert s["comm_ms"] * n * 1e6 == pytest.approx(talking.sum())
     assert s["comm_exposed_ms"] * n * 1e6 == pytest.approx((talking & ~silent).sum())
 
@@ -109,9 +111,12 @@ def test_parts_sum(recording, named):
     if s["activity"] == "gpu":
         is_copy = timeline.is_kind(Kind.MEMCPY)
         copying, rest = raster(timeline.take(is_copy), begin, stop), raster(timeline.take(~is_copy), begin, stop)
-        assert sum(lost.values()) == total([s["idle_ms"], (copying & ~rest).sum() / n / 1e6])
+        alone = raster(timeline.take(talks), begin, stop) & ~silent
+        assert sum(lost.values()) == total([s["idle_ms"], ((copying & ~rest).sum() + alone.sum()) / n / 1e6])
     else:
-        assert lost["launches"] + lost["host"] + lost.get("offload", 0) == total([s["idle_ms"]])
+        rest = [lost.get(cause, 0) for cause in ("launches", "host", "offload", "communication")]
+        assert sum(rest) == total([s["idle_ms"]])
+    assert lost.get("communication", 0) == total([s["comm_exposed_ms"]])
     assert t["lost"]["usd_per_day"] == pytest.approx([2 * h for h in t["lost"]["gpu_hours_per_day"]])
     assert s["idle_ms"] * n == total(t["gaps"]["ms"])  # there are fewer than the table keeps
     assert lost["host"] == total(t["lines"]["ms"])

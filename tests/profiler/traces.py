@@ -198,6 +198,7 @@ STEPS = (
     "copy",
     "graph",
     "nccl",
+    "gloo",
     "sync",
     "enter",
     "leave",
@@ -208,6 +209,9 @@ STEPS = (
     "collect",
     "mark",
 )
+
+
+GLOO_THREAD = 50
 
 
 def program(items, gpu=True, warmup=0, skew=0):
@@ -247,6 +251,9 @@ def program(items, gpu=True, warmup=0, skew=0):
                 device(Kind.KERNEL, "gemm", "cudaGraphLaunch", busy, stream, 3)
             case "nccl":
                 device(Kind.KERNEL, "ncclDevKernel_AllGather", "cudaLaunchKernel", busy, stream)
+            case "gloo":
+                free[GLOO_THREAD] = start + busy
+                made.append(Event(Kind.ANNOTATION, "gloo:all_reduce", start, start + busy, GLOO_THREAD))
             case "sync":
                 now = end = max([end, *free.values()])
                 made.append(Event(Kind.RUNTIME, "cudaStreamSynchronize", start, end, 1, 10**6 + sequence))

@@ -7,19 +7,26 @@ the four sum to idle; copies that no other work hides are added to *copies*.
 CPU: a gap under 0.1 ms between two operators is *launches* (Python and dispatcher), a longer one *host*, and these two
 sum to idle; *syncs* and *copies* are time inside operators that read values back or move data.
 
-An optimizer that keeps its state on the host adds a fifth cause, *offload*: host wait inside its waits, counted before all
-others, and on a GPU the copies that bring its results, as far as no other work hides them.
+Two causes are there only where there is something of them. *communication* is what data that moves between processes takes
+while nothing else runs: on a GPU busy time of collectives alone, and with gloo the part of a gap in which a thread of gloo's
+is in a collective, counted before all others. Where the ranks were merged, the part of it that was waiting for another rank
+is a cause by that rank's name. An optimizer that keeps its state on the host adds *offload*: host wait inside its waits,
+counted next, and on a GPU the copies that bring its results, as far as no other work hides them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from surokit.profiler.analysis import timeline as tl
 from surokit.profiler.analysis.attribution import on_threads, pick
+from surokit.profiler.analysis.collectives import collectives, counts_text
 from surokit.profiler.analysis.roles import (
+    COLLECTIVE_RANGES,
     DATA_RANGES,
     OFFLOAD_RANGES,
     Observed,
@@ -36,41 +43,57 @@ GAP_ROWS = 200
 HALF_PERIOD_NS = 2_500_000  # of the samples of the user's line
 WORTH_SAYING = 0.002  # share of the steps
 CAUSES = ("launches", "syncs", "copies", "host")
-OFFLOAD = "offload"  # the fifth, where there is something of it
+COMMUNICATION, OFFLOAD = "communication", "offload"  # two more, where there is something of them
+WAITING = "waiting for rank "  # and with it the rank's number
 
 Layer = tuple[Int, Int]
 Divided = dict[str, Int]  # cause -> nanoseconds of each gap
+
+
+class Waited(NamedTuple):
+    """A Waited says what one rank lost to another: the exposed time in which it waited for it, in all steps, and in how many
+    collectives."""
+
+    rank: int
+    ns: int
+    collectives: int
 
 
 def divide(o: Observed) -> Divided:
     """Divide each gap among the causes, which sum to the gap."""
     host_G, nothing = o.host_G, np.zeros_like(o.host_G)
     start_G, until_G = o.start_G, o.start_G + host_G
-    waits = o.ranges_named(OFFLOAD_RANGES)
-    in_offload = tl.covered(*waits, start_G, until_G)
-    fifth = {OFFLOAD: in_offload} if len(waits[0]) else {}
+    collectives = o.ranges_named(COLLECTIVE_RANGES)
+    with_talk, with_waits, *in_calls = (tl.covered(*layer, start_G, until_G) for layer in _call_layers(o))
+    talk_later = tl.covered(*collectives, until_G, o.end_G)  # of what is no host wait
+    more = {COMMUNICATION: with_talk + talk_later} if len(collectives[0]) or o.communicates_A.any() else {}
+    if len(o.ranges_named(OFFLOAD_RANGES)[0]):
+        more[OFFLOAD] = with_waits - with_talk
     if not o.on_gpu:
-        rest = host_G - in_offload
+        rest = host_G - with_waits
         in_short = np.where(rest < SHORT_GAP_NS, rest, 0)
-        return {"launches": in_short, "syncs": nothing, "copies": nothing, "host": rest - in_short, **fifth}
-    with_sync, with_copy, with_calls = (tl.covered(*layer, start_G, until_G) for layer in _call_layers(o)[1:])
-    in_sync, in_copy, in_call = with_sync - in_offload, with_copy - with_sync, with_calls - with_copy
+        return {"launches": in_short, "syncs": nothing, "copies": nothing, "host": rest - in_short, **more}
+    with_sync, with_copy, with_calls = in_calls
+    in_sync, in_copy, in_call = with_sync - with_waits, with_copy - with_sync, with_calls - with_copy
+    other_G = np.maximum(o.other_G - talk_later, 0)
+    kernel_G = o.kernel_G + o.other_G - talk_later - other_G
     drained = tl.covered(*o.sync, start_G - 1, start_G + 1) > 0
     copy_next = (o.next_G >= 0) & (o.active.kind_E[o.next_G] == Kind.MEMCPY)
     return {
-        "launches": np.where(drained, 0, in_call) + o.kernel_G + np.where(copy_next, 0, o.other_G),
+        "launches": np.where(drained, 0, in_call) + kernel_G + np.where(copy_next, 0, other_G),
         "syncs": in_sync + np.where(drained, in_call, 0),
-        "copies": in_copy + np.where(copy_next, o.other_G, 0),
+        "copies": in_copy + np.where(copy_next, other_G, 0),
         "host": host_G - with_calls,
-        **fifth,
+        **more,
     }
 
 
 def _call_layers(o: Observed) -> list[Layer]:
-    """Return host intervals as cumulative layers: waits of an optimizer with state on the host, waits for the device, copy
-    calls, any call."""
+    """Return host intervals as cumulative layers: gloo's collectives, waits of an optimizer with state on the host, waits for the
+    device, copy calls, any call."""
     calls = np.concatenate((o.ops.start_E, o.calls.start_E)), np.concatenate((o.ops.end_E, o.calls.end_E))
-    return cumulative([o.ranges_named(OFFLOAD_RANGES), o.sync, o.copy_calls(), calls])
+    ranges = [o.ranges_named(names) for names in (COLLECTIVE_RANGES, OFFLOAD_RANGES)]
+    return cumulative([*ranges, o.sync, o.copy_calls(), calls])
 
 
 def cumulative(layers: list[Layer]) -> list[Layer]:
@@ -85,8 +108,8 @@ def cumulative(layers: list[Layer]) -> list[Layer]:
 
 def exposed_copies(o: Observed) -> tuple[int, int]:
     """Return the copy time on the device, in the steps, during which nothing else runs, as (all other copies, copies that
-    were asked for in the waits of an offloading optimizer)."""
-    copies = o.active.is_kind(Kind.MEMCPY)
+    were asked for in the waits of an offloading optimizer). Copies that a collective makes are communication."""
+    copies = o.active.is_kind(Kind.MEMCPY) & ~o.communicates_A
     waited = tl.covered(*o.ranges_named(OFFLOAD_RANGES), o.host_time_A, o.host_time_A + 1) > 0
     every, landing = (_only_under(o, chosen) for chosen in (copies, copies & waited))
     return every - landing, landing
@@ -131,12 +154,12 @@ def gaps_table(o: Observed, divided: Divided) -> Table:
 def lines_table(o: Observed, divided: Divided) -> Table:
     """Sum the host's part of all gaps by the user's line, in ms a step; the file is "" where a gap was too short to be
     sampled. Between two samples the first stands for half of the time, but no more than half a period: a sample that comes
-    later waited for Python's lock, and its line held the lock. On a GPU only samples outside calls count, and none in the
-    waits of an offloading optimizer."""
+    later waited for Python's lock, and its line held the lock. On a GPU only samples outside calls count, and none in
+    gloo's collectives and the waits of an offloading optimizer."""
     until_G, at_P = o.start_G + o.host_G, o.r.time_P
     gap_P = np.searchsorted(o.start_G, at_P, "right") - 1
     within = (at_P < pick(until_G, gap_P)) & (pick(divided["host"], gap_P) > 0)
-    working = _call_layers(o)[-1 if o.on_gpu else 0]
+    working = _call_layers(o)[-1 if o.on_gpu else 1]
     within &= tl.covered(*working, at_P, at_P + 1) == 0
     gap, at, place = gap_P[within], at_P[within], o.r.place_P[within]
     first, last = np.diff(gap, prepend=-1) != 0, np.diff(gap, append=-1) != 0
@@ -209,13 +232,22 @@ def offload_table(o: Observed) -> Table:
     return table("wait count ms", sorted(rows, key=lambda row: -row[2]))
 
 
-def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copies_ns: tuple[int, int]) -> Table:
+def lost_table(
+    o: Observed,
+    divided: Divided,
+    tables: dict[str, Table],
+    in_copies_ns: tuple[int, int],
+    waited: Sequence[Waited] = (),
+) -> Table:
     """Build the table of causes with their evidence. `in_copies_ns` is the time of the copies themselves (exposed on a GPU,
-    in operators on a CPU), and of those that bring an offloading optimizer's results."""
+    in operators on a CPU), and of those that bring an offloading optimizer's results. `waited` are parts of the
+    communication."""
     lost = {cause: int(gaps.sum()) for cause, gaps in divided.items()}
     lost["copies"] += in_copies_ns[0]
     if OFFLOAD in lost:
         lost[OFFLOAD] += in_copies_ns[1]
+    if COMMUNICATION in lost:
+        lost[COMMUNICATION] += _only_under(o, o.communicates_A) - sum(ns for _, ns, _ in waited)
     if not o.on_gpu:
         lost["syncs"] = round(sum(tables["syncs"]["ms"]) * 1e6 * o.steps)
     evidence = {
@@ -224,8 +256,12 @@ def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copie
         "copies": "; ".join(f"{count:.3g} x {name}" for name, count in _top(tables["copies"], "copy", "count"))
         or "none",
         "host": _host_evidence(o, tables["lines"]),
+        COMMUNICATION: counts_text(collectives(o)) if COMMUNICATION in lost else "",
         OFFLOAD: "; ".join(f"{t:.3g} ms in waits for {name}" for name, t in _top(tables["offload"], "wait", "ms")),
     }
+    for rank, ns, count in waited:
+        lost[f"{WAITING}{rank}"] = ns
+        evidence[f"{WAITING}{rank}"] = f"it is the last in {count / o.steps:.3g} collectives a step"
     price = o.r.usd_per_gpu_hour
     rows = []
     for cause in lost:

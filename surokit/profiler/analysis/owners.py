@@ -132,7 +132,7 @@ def owners_of(o: Observed) -> tuple[Owners, Int, Bool]:
     owner[o.in_graph_A & ((owner == OUTSIDE) | (owner == BACKWARD))] = GRAPH
     if o.on_gpu:
         owner[o.active.is_kind(Kind.MEMCPY)] = COPIES
-    owner[o.communicates_A()] = COMMUNICATION
+    owner[o.communicates_A] = COMMUNICATION
     return owners, owner, backward
 
 

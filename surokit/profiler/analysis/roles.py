@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ _SYNC_CALLS = (  # without the version that some tracers add, as in cudaMemcpy_v
     "cuCtxSynchronize",
     "cudaMemcpy",
 )
-_COMMUNICATION = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms", re.IGNORECASE)
+_COMMUNICATION = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms|^_c10d_functional::wait", re.IGNORECASE)
+COLLECTIVE_RANGES = ("gloo:",)  # a collective on the host, from when a thread of gloo's begins it to its end
 DATA_RANGES = ("enumerate(DataLoader)", "data:")
 _HOST_STATE = ("torch/optim/", "torch/utils/data/", "surokit/offload/")
 OPTIMIZER_RANGES = ("Optimizer.",)
@@ -273,15 +275,26 @@ class Observed:
         """Return a mask of the calls that launch a CUDA graph."""
         return self.named(self.calls, lambda n: "GraphLaunch" in n)
 
+    @cached_property
     def communicates_A(self) -> Bool:
         """Return a mask of the activities that move data between devices: collectives by name, and what their operators
-        asked for."""
+        asked for. What gloo does on the host is no activity but a range."""
         ops = self.ops.take(self.named(self.ops, _COMMUNICATION.search))
         found = self.named(self.active, _COMMUNICATION.search)
         if len(ops):
             within = on_threads(ops.thread_E, ops.start_E, ops.end_E, self.host_thread_A, self.host_time_A)
             found |= within >= 0
         return found
+
+    def communication(self) -> tuple[Int, Int]:
+        """Return the intervals in which data moves between processes, or waits for that: activities and ranges on the host."""
+        talk, (start, end) = self.active.take(self.communicates_A), self.ranges_named(COLLECTIVE_RANGES)
+        return np.concatenate((talk.start_E, start)), np.concatenate((talk.end_E, end))
+
+    def computation(self) -> tuple[Int, Int]:
+        """Return the intervals of all activities that are no communication."""
+        rest = self.active.take(~self.communicates_A)
+        return rest.start_E, rest.end_E
 
     def place_in(self, begin: int, stop: int) -> tuple[str, int]:
         """Return the user's line seen most often in an interval of host time; ("", 0) when the sampler saw none."""

@@ -9,6 +9,7 @@ kernels of CUDA graphs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from surokit.profiler.analysis import timeline as tl
 from surokit.profiler.analysis.causes import (
     CAUSES,
+    Waited,
     collect_ns,
     divide,
     exposed_copies,
@@ -54,10 +56,11 @@ class Analysis:
     notes: tuple[str, ...]
 
 
-def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis:
+def analyse(recording: Recording, named_by: Recording | None = None, waited: Sequence[Waited] = ()) -> Analysis:
     """Compute every table of a profile but the advice; "lines", "calls", "outermost" and "offload" serve only the advice.
 
     named_by: the recording of a step without CUDA graphs, from which the kernels of replayed graphs get their modules.
+    waited: what the exposed communication was waiting for other ranks, which becomes causes of its own.
     """
     o = Observed(recording)
     modules = Modules(o, named_by)
@@ -78,7 +81,7 @@ def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis
         "copies": _device_copies(o) if o.on_gpu else _host_copies(o, copying_E, own_op_E),
     }
     in_copies_ns = exposed_copies(o) if o.on_gpu else (int(own_op_E[copying_E].sum()), 0)
-    tables["lost"] = lost_table(o, divided, tables, in_copies_ns)
+    tables["lost"] = lost_table(o, divided, tables, in_copies_ns, waited)
     if not o.seen:  # nothing recorded is not nothing done
         tables |= {name: {column: [] for column in tables[name]} for name in ("gaps", "lines", "lost")}
     return Analysis(_summary(o, modules, tables["steps"]), tables, o.windows, tuple(o.notes))
@@ -200,12 +203,9 @@ def _launch_delay(o: Observed) -> float | None:
 
 def _communication(o: Observed) -> tuple[int, int]:
     """Return the time in which the devices exchange data, and the part of it in which nothing else runs."""
-    talks = o.communicates_A()
-    rest = o.active.take(~talks)
-    talk = o.active.take(talks)
-    start, end = tl.clip(talk.start_E, talk.end_E, o.begin, o.stop)
+    start, end = tl.clip(*o.communication(), o.begin, o.stop)
     length = tl.total(start, end)
-    return length, length - tl.overlap(rest.start_E, rest.end_E, start, end)
+    return length, length - tl.overlap(*o.computation(), start, end)
 
 
 def _copied_bytes(o: Observed, direction: str) -> int:

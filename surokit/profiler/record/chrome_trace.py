@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from surokit.profiler.analysis.timeline import CATEGORIES, Kind, Timeline
+from surokit.profiler.record.messages import Message
 from surokit.profiler.record.recording import Recording, SyncPoint, pack, unpack
 from surokit.profiler.record.trace_columns import DEVICE, UNREADABLE, Columns
 from surokit.profiler.record.trace_stream import EventStream, uncompressed_bytes
@@ -73,9 +74,8 @@ def read_chrome(
             timeline = replace(timeline, damaged=timeline.damaged + recording.timeline.damaged)
             return replace(recording, timeline=timeline, notes=(*recording.notes, *notes))
         notes.append("what this package had noted in the file is damaged: it is read as any tool's")
-    return _foreign(
-        timeline, stream.meta, (f"read from {file.name}: module paths and source lines are not in a trace", *notes)
-    )
+    notes = [f"read from {file.name}: module paths and source lines are not in a trace", *notes]
+    return _foreign(timeline, stream.meta, tuple(notes), reader.messages())
 
 
 @contextmanager
@@ -91,7 +91,9 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -> Recording:
+def _foreign(
+    timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...], messages: tuple[Message, ...]
+) -> Recording:
     """Make a Recording from the trace of another tool."""
 
     def named(prefix: str) -> Timeline:
@@ -106,6 +108,9 @@ def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -
     device = "unknown device"
     with suppress(*UNREADABLE, IndexError):
         device = str(meta["deviceProperties"][0]["name"])
+    rank, world = None, 1
+    with suppress(*UNREADABLE):
+        rank, world = int(meta["distributedInfo"]["rank"]), int(meta["distributedInfo"]["world_size"])
     return Recording(
         timeline,
         start_ns=int(timeline.start_E.min()) if len(timeline) else 0,
@@ -118,6 +123,9 @@ def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -
         ),
         device=device,
         notes=notes,
+        rank=rank,
+        world=world,
+        messages=messages,
     )
 
 

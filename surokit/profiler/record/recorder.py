@@ -241,6 +241,7 @@ class Recorder:
             notes.append(
                 "compiled code is one row a region: sk.profile(eager=True) runs it eagerly and shows the modules inside"
             )
+        rank, world = _place_in_world()
         return Recording(
             timeline=timeline,
             start_ns=start_ns,
@@ -266,13 +267,23 @@ class Recorder:
             traced=bool(parts),
             start_C=start_C,
             end_C=end_C,
+            rank=rank,
+            world=world,
+            messages=tuple(m for part in parts for m in part.messages if start_ns <= m.start_ns <= end_ns),
         )
+
+
+def _place_in_world() -> tuple[int | None, int]:
+    """Return the rank of this process and how many there are, where torch.distributed runs."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (None, 1)
 
 
 def shaped_part(part: RawTrace) -> Shaped:
     """Count the FLOPs and bytes of the operators of this part."""
     inputs = part.inputs
-    return shaped_step(Timeline.of(event for event, _ in inputs), [given for _, given in inputs])
+    step = shaped_step(Timeline.of(event for event, _ in inputs), [given for _, given in inputs])
+    return replace(step, messages=tuple(m for m in part.messages if m.kind == Kind.ANNOTATION))
 
 
 def _peak_bytes() -> int:

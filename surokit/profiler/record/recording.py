@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.analysis.timeline import Int, Timeline
+from surokit.profiler.analysis.timeline import Int, Kind, Timeline
+from surokit.profiler.record.messages import Message
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class Shaped:
     Recording shapes is slow, so the times of this step are not used.
 
     `timeline` holds its operators. flop_E are FLOPs and bytes_E bytes read and written by the operator itself, without those it
-    calls; rate_E is an index into RATES, -1 for an operator that is no product.
+    calls; rate_E is an index into RATES, -1 for an operator that is no product. messages: what gloo noted of its collectives.
     """
 
     timeline: Timeline
     flop_E: Int
     bytes_E: Int
     rate_E: Int
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +99,9 @@ class Recording:
     end_C: Int = field(default_factory=_none)
     settings: tuple[tuple[str, str], ...] = ()  # of torch and the optimizer, as the block found them: name, value
     usd_per_gpu_hour: float | None = None
+    rank: int | None = None  # which of several processes that train together this one is; None where that is not known
+    world: int = 1  # how many train together
+    messages: tuple[Message, ...] = ()  # what was noted of the collectives
 
 
 # ---------------------------------------------------------------------------------------------------------------- storage
@@ -108,9 +113,10 @@ def pack(recording: Recording) -> dict[str, Any]:
     out["timeline"] = _pack_timeline(recording.timeline)
     out["syncs"] = [[getattr(s, f.name) for f in fields(s)] for s in recording.syncs]
     out["costs"] = [getattr(recording.costs, f.name) for f in fields(recording.costs)]
+    out["messages"] = _pack_messages(recording.messages)
     if (s := recording.shaped) is not None:
         columns = {name: _squeeze(getattr(s, name)) for name in ("flop_E", "bytes_E", "rate_E")}
-        out["shaped"] = {"timeline": _pack_timeline(s.timeline), **columns}
+        out["shaped"] = {"timeline": _pack_timeline(s.timeline), "messages": _pack_messages(s.messages), **columns}
     return {k: _squeeze(v) if isinstance(v, np.ndarray) else v for k, v in out.items()}
 
 
@@ -123,11 +129,24 @@ def unpack(stored: dict[str, Any]) -> Recording:
     values["costs"] = Costs(*stored["costs"])
     if (s := stored.get("shaped")) is not None:
         columns = {name: _expand(s[name]) for name in ("flop_E", "bytes_E", "rate_E")}
-        values["shaped"] = Shaped(_unpack_timeline(s["timeline"]), **columns)
+        noted = _unpack_messages(s.get("messages", ()))
+        values["shaped"] = Shaped(_unpack_timeline(s["timeline"]), **columns, messages=noted)
+    values["messages"] = _unpack_messages(stored.get("messages", ()))
     for name in ("modules", "places", "settings"):
         values[name] = tuple((str(first), second) for first, second in stored.get(name, ()))
     values["marks_ns"], values["notes"] = tuple(stored["marks_ns"]), tuple(stored["notes"])
     return Recording(**values)
+
+
+def _pack_messages(messages: tuple[Message, ...]) -> list[list[Any]]:
+    return [[getattr(m, f.name) for f in fields(m)] for m in messages]
+
+
+def _unpack_messages(rows: Any) -> tuple[Message, ...]:
+    return tuple(
+        Message(Kind(kind), start, end, thread, collective, group, tuple(ranks), sequence, nbytes)
+        for kind, start, end, thread, collective, group, ranks, sequence, nbytes in rows
+    )
 
 
 def _pack_timeline(t: Timeline) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from surokit.profiler.analysis.timeline import CATEGORIES, Int, Kind, Timeline
+from surokit.profiler.analysis.timeline import CATEGORIES, Event, Int, Kind, Timeline
+from surokit.profiler.record.messages import GLOO_RANGE, Message, message_of
 from surokit.profiler.record.trace_stream import EventStream
 
 DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
@@ -38,7 +40,8 @@ class _Interned(dict[Hashable, int]):
 
 
 class Columns:
-    """A Columns collects a stream's chunks with `add`; then `timeline` holds their events, and `notes` what to say about them."""
+    """A Columns collects a stream's chunks with `add`; then `timeline` holds their events, `messages` what the file notes of
+    collectives, and `notes` what to say about them."""
 
     def __init__(self, stream: EventStream, unit: str | None) -> None:
         self.seen = 0
@@ -54,6 +57,8 @@ class Columns:
         self._devices: set[Hashable] = set()
         self._unknown: set[Hashable] = set()  # categories left out
         self._spans: list[Int] = []  # [9, n]: what Timeline.from_columns takes
+        self._messages: list[Message] = []
+        self._base = 0  # nanoseconds that the file's times count from
         self._bounds: list[Int] = []  # [11, n]: of beginnings and ends; then whether it is an end, and the lane
 
     def add(self, items: list[Any]) -> None:
@@ -89,7 +94,17 @@ class Columns:
         self._devices.update(e.get("pid") for k, e in zip(kind, rows) if k in DEVICE)
         table = self._table(rows, kind)
         table[3] += self._ns([e["dur"] for e in rows])
+        for i, e in enumerate(rows):
+            args = e.get("args")
+            if args and ("Collective name" in args or str(e.get("name")).startswith(GLOO_RANGE)):
+                self._note(str(e.get("name")), table[:, i].tolist(), args)
         return table
+
+    def _note(self, name: str, row: list[int], args: dict[str, Any]) -> None:
+        kind, _, start, end, thread, *_ = row
+        with suppress(*UNREADABLE):  # the event itself is read all the same
+            found = message_of(Event(Kind(kind), name, start, end, thread), args)
+            self._messages += [found] if found else []
 
     def _as_bounds(self, rows: list[Any]) -> Int:
         """Convert ranges written as a beginning and an end. An end need not repeat its beginning's name and category."""
@@ -155,7 +170,13 @@ class Columns:
         base = self._stream.meta.get("baseTimeNanoseconds")
         if isinstance(base, int) and 0 < base < _MOST_NS and table.size and table[2:4].max() < _MOST_NS:
             table[2:4] += base
+            self._base = base
         return Timeline.from_columns(tuple(map(str, self._names)), table, damaged)
+
+    def messages(self) -> tuple[Message, ...]:
+        """Return the notes, on the clock of the timeline, which is made before."""
+        base = self._base
+        return tuple(replace(m, start_ns=m.start_ns + base, end_ns=m.end_ns + base) for m in self._messages)
 
     def _paired(self) -> Int:
         """Join beginnings and ends to spans: an end belongs to the last beginning before it on its lane that has none yet,

@@ -29,7 +29,10 @@ _EVENTS = re.compile(r'"traceEvents"\s*:\s*(?=\[)')
 _END = re.compile(r"\]\s*\}?\s*\Z")
 _PART = re.compile(r"[\s\w\\,:+.-]*\Z")
 _TIME = re.compile(r'"ts"\s*:\s*-?(\d{1,18})')
-_KEPT = ("schemaVersion", "deviceProperties", "baseTimeNanoseconds", "displayTimeUnit", "surokit", "surokitCheck")
+_KEPT = (
+    *("schemaVersion", "deviceProperties", "distributedInfo", "baseTimeNanoseconds", "displayTimeUnit"),
+    *("surokit", "surokitCheck"),
+)
 
 
 class EventStream:

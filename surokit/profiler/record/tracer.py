@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity
 
 from surokit.profiler.analysis.timeline import CATEGORIES, Event, Kind
 from surokit.profiler.analysis.work import Inputs, inputs_of
+from surokit.profiler.record.messages import Message, is_noting, message_of
 from surokit.torch_private import in_backward, profiler_runs, profiler_runs_anywhere
 
 LEAVES_OUT = torch.__version__ < "2.13"  # what torch records is without the ranges that are open as it stops
@@ -64,6 +65,13 @@ class RawTrace:
             if e.kind in (Kind.OP, Kind.ANNOTATION) and self.start_ns <= e.start_ns <= e.end_ns
         ]
         return sorted(found, key=lambda pair: (pair[0].start_ns, -pair[0].end_ns))
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Return what was noted of the collectives."""
+        noting = ((event, raw) for event, raw in self._pairs if raw is not None and is_noting(event.name))
+        found = (message_of(event, _arguments(raw)) for event, raw in noting if event.start_ns >= self.start_ns)
+        return tuple(message for message in found if message is not None)
 
     @cached_property
     def _pairs(self) -> list[tuple[Event, Any]]:
@@ -227,6 +235,13 @@ def read_events(events: Sequence[Any], offset: int = 0) -> Iterator[tuple[Event,
             nbytes=max(e.nbytes(), 0) if on_device else 0,
         )
         yield row, e
+
+
+def _arguments(e: Any) -> dict[str, Any]:
+    """Return an event's arguments that say something of a collective, named as in a trace file."""
+    noted = e.extra_meta() if hasattr(e, "extra_meta") else {}  # torch 2.12 does not show them
+    shapes, dtypes, _ = inputs_of(e)
+    return {**noted, **({"Input Dims": shapes, "Input type": dtypes} if len(shapes) else {})}
 
 
 def _kind(e: Any) -> Kind | None:

@@ -465,7 +465,7 @@ def communication(seen: Seen) -> Iterator[AdviceRow]:
             " bucket_cap_mb; FSDP: prefetch), and none in accumulation steps (no_sync())"
         )
         yield AdviceRow(
-            "communication", advice, f"{ms / max(whole, ms):.0%} of {whole:.3g} ms is exposed", ms, ("busy",)
+            "communication", advice, f"{ms / max(whole, ms):.0%} of {whole:.3g} ms is exposed", ms, ("communication",)
         )
 
 

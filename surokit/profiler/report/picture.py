@@ -32,7 +32,14 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, MUSTARD, GREY = (
     "#B58900",
     "#8A8A8A",
 )
-CAUSE_COLORS = {"launches": ORANGE, "syncs": VERMILION, "copies": PURPLE, "host": SKY, "offload": MUSTARD}
+CAUSE_COLORS = {
+    "launches": ORANGE,
+    "syncs": VERMILION,
+    "copies": PURPLE,
+    "host": SKY,
+    "offload": MUSTARD,
+    "communication": GREEN,
+}
 IN_TURN = ("data", "copies", "forward", "backward", "optimizer", "sync", "other")  # phases as a step goes through them
 PHASE_COLORS = dict(zip(PHASES, (VERMILION, MUSTARD, PURPLE, BLUE, GREEN, ORANGE, GREY)))
 WIDTH, LEFT, LANE = 820, 84, 16
@@ -291,7 +298,14 @@ def _lost_table(lost: Table, activity: str) -> str:
         usd = [f"{lost['usd_per_day'][i]:,.2f}"] if dollars else []
         ms, share = lost["ms_per_step"][i], lost["share"][i]
         figures = [_number(ms), f"{share:.1%}", f"{lost['gpu_hours_per_day'][i]:.2f}", *usd]
-        rows.append([escape(cause), _bar([(share, CAUSE_COLORS[cause], cause)]), *figures, escape(lost["evidence"][i])])
+        rows.append(
+            [
+                escape(cause),
+                _bar([(share, CAUSE_COLORS.get(cause, VERMILION), cause)]),
+                *figures,
+                escape(lost["evidence"][i]),
+            ]
+        )
     return _table(header, rows, left=(0, 1, len(header) - 1))
 
 
@@ -397,9 +411,9 @@ def difference_html(before: Shown, after: Shown, rows: list[tuple[str, float, fl
     longest = max(shown.summary["wall_ms"] for _, shown in pair) or 1.0
     cells = []
     lost = [dict(zip(shown.tables["lost"]["cause"], shown.tables["lost"]["ms_per_step"])) for _, shown in pair]
-    for cause, color in CAUSE_COLORS.items():
-        if cause not in {**lost[0], **lost[1]}:
-            continue
+    found = {**lost[0], **lost[1]}
+    for cause in sorted(found, key=lambda cause: [*CAUSE_COLORS, cause].index(cause)):
+        color = CAUSE_COLORS.get(cause, VERMILION)  # of the others, waits for a rank
         was, now = (each.get(cause, 0.0) for each in lost)
         for word, ms in (("before", was), ("after", now)):
             label = escape(cause) if word == "before" else ""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from surokit.profiler.report.verify import Verdict
 
 _FORMAT = "surokit profile"
-_VERSION = 2  # 1 knew no shapes, settings, garbage collector and price; it is still read
+_VERSION = 3  # 1 knew no shapes, settings, garbage collector and price, 2 no ranks and collectives; both are read
 BY = ("module", "op", "kernel")
 
 
