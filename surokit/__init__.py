@@ -38,7 +38,7 @@ _NAMES: dict[str, str] = {
         "racing": "race Race",
         "widgets": "plot_runs plot_errors",
         "widgets.follow": "watch",
-        "profiler": "profile Profile Monitor activity",
+        "profiler": "profile Profile RankProfiles Monitor activity",
         "planner": "plan Plan Gpu Price plot_memory fit_scaling KAPLAN CHINCHILLA CHINCHILLA_REPLICATED",
         "calibration": "calibrate",
     }.items()

@@ -64,6 +64,7 @@ from surokit.planner import plan as plan
 from surokit.planner import plot_memory as plot_memory
 from surokit.profiler import Monitor as Monitor
 from surokit.profiler import Profile as Profile
+from surokit.profiler import RankProfiles as RankProfiles
 from surokit.profiler import activity as activity
 from surokit.profiler import profile as profile
 from surokit.quantized import Quantized as Quantized

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from surokit.profiler.analysis import timeline as tl
 from surokit.profiler.analysis.attribution import on_threads, pick
 from surokit.profiler.analysis.roles import COLLECTIVE_RANGES, Observed
 from surokit.profiler.analysis.timeline import Int, Kind
@@ -94,8 +95,8 @@ def collectives(o: Observed) -> Collectives:
         nbytes_C=sizes,
         start_C=start_C,
         end_C=end_C,
-        compute=o.computation(),
-        communication=o.communication(),
+        compute=tl.merge(*o.computation()),
+        communication=tl.merge(*o.communication()),
         windows=o.windows,
     )
 

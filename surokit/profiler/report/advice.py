@@ -23,6 +23,7 @@ WORTH = 0.01  # share of the step below which a rule keeps silent
 MOST_OF_IT = 0.5  # the least own share: on a busy machine the profiler's costs come out too high
 TINY_MS = 0.01  # an operator that takes less on a CPU does next to nothing
 LARGE = 0.25  # share of the step from which a part is named though nothing of it is lost
+SLOWEST_WORTH = 0.03  # share of the step that ranks wait for the slowest, below which it is not named
 EVERY = 20  # steps between two reads of a value that is only shown
 
 
@@ -120,6 +121,10 @@ def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Ma
         found = [_bounded(seen, row) for rule in RULES for row in rule(seen)]
         found.sort(key=lambda row: -row.gain_ms)
         rows = [replace(row, evidence=row.evidence + _claimed_too(seen, row, found)) for row in found]
+    return _table(rows)
+
+
+def _table(rows: list[AdviceRow]) -> Table:
     columns = ("rule", "advice", "evidence", "gain_ms", "file", "line")
     return {name: [getattr(row, name) for row in rows] for name in columns}
 
@@ -458,7 +463,7 @@ def layout_copies(seen: Seen) -> Iterator[AdviceRow]:
 
 def communication(seen: Seen) -> Iterator[AdviceRow]:
     """Find collectives that no other work hides."""
-    ms, whole = (seen.summary.get(name) or 0.0 for name in ("comm_exposed_ms", "comm_ms"))
+    ms, whole = seen.held("communication"), seen.summary.get("comm_ms") or 0.0
     if seen.worth(ms):
         advice = (
             f"{ms:.3g} ms of communication a step run with nothing under them: let gradients travel during backward (DDP: smaller"
@@ -596,6 +601,43 @@ def written_out(seen: Seen) -> Iterator[AdviceRow]:
             evidence = ", ".join(f"{count:.0f} x aten::{name}" for count, name in zip(counts, operators)) + " a step"
             advice = f"{what} written out as several operators take {ms:.3g} ms a step: {remedy}"
             yield AdviceRow("written out", advice, evidence, ms, ("busy", "launches"))
+
+
+# --------------------------------------------------------------------------------------------------------------- many ranks
+
+
+def advise_ranks(summary: Mapping[str, Any], ranks: Table) -> Table:
+    """Return the advice on ranks that train together, as `advise` does: the rank that the others wait for, where that costs a
+    few percent of the step.
+
+    summary: of `RankProfiles`. ranks: its table. The gain is what all ranks lose on average in waiting for that rank, less
+    what it waits itself.
+    """
+    rows: list[AdviceRow] = []
+    wall, lost, number = summary["wall_ms"], summary["slowest_ms"], summary["slowest_rank"]
+    if number is not None and wall and lost >= SLOWEST_WORTH * wall:
+        at = ranks["rank"].index(number)
+        others = [i for i in range(len(ranks["rank"])) if i != at]
+
+        def more(column: str) -> tuple[float, str]:
+            mine, mean = ranks[column][at], sum(ranks[column][i] for i in others) / len(others)
+            return mine - mean, f"{mine:.3g} ms a step, {mean:.3g} on the others"
+
+        (computes, computing), (idles, idling) = more("compute_ms"), more("idle_ms")
+        if computes >= idles:
+            evidence = f"it computes {computing}"
+            remedy = (
+                "give all ranks as much to compute (equal tokens), and look at its clock and at what else runs there"
+            )
+        else:
+            evidence = f"it idles {idling}, outside communication"
+            remedy = "its host is slower: its own profile says what it loses that time to"
+        waits = (
+            f"the others wait {ranks['caused_ms'][at]:.3g} ms a step for it in all, it waits {ranks['skew_ms'][at]:.3g}"
+        )
+        advice = f"rank {number} is the slowest: {waits}: {remedy}"
+        rows.append(AdviceRow("slowest rank", advice, evidence, lost, ("communication",)))
+    return _table(rows)
 
 
 _ANY = ("launches", "syncs", "host", "busy")

@@ -85,13 +85,24 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
     """Draw one step: what the host did, what was busy, where nothing ran and why. Time runs from left to right over the
     step, or over `span_ns` where that is longer, so that steps can be compared."""
     begin, stop = shown.windows[step]
-    span = max(stop - begin, span_ns, 1)
     lanes = _lanes(shown.recording, begin, stop)
-    rows = [[lane] for lane in lanes]
+    rows = [(lane.label, [lane]) for lane in lanes]
     if shown.summary["activity"] != "unknown":  # else idle time is
-        rows.append(_gap_lanes(shown, step, lanes))
-    scale = (WIDTH - LEFT - 8) / span
+        rows.append(("idle", _gap_lanes(shown, step, lanes)))
     title = title or f"step {step}, {three_digits((stop - begin) / 1e6)} ms"
+    return rows_svg(title, rows, begin, stop, span_ns, _reads(shown, begin, stop))
+
+
+Marks = Iterable[tuple[int, str]]  # moments, each with what its tooltip says
+
+
+def rows_svg(
+    title: str, rows: Sequence[tuple[str, list[Lane]]], begin: int, stop: int, span_ns: int = 0, marks: Marks = ()
+) -> str:
+    """Draw rows of lanes over [begin, stop), each with its label; of the lanes of a row a later one covers the earlier. `marks` are
+    thin lines through all rows."""
+    span = max(stop - begin, span_ns, 1)
+    scale = (WIDTH - LEFT - 8) / span
     height = 22 + (LANE + 5) * len(rows) + 18
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:{WIDTH}px" '
@@ -99,8 +110,8 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
         f'<text x="0" y="12">{escape(title)}</text>',
     ]
     y = 22
-    for row in rows:
-        parts.append(f'<text x="0" y="{y + 12}">{escape(row[0].label)}</text>')
+    for label, row in rows:
+        parts.append(f'<text x="0" y="{y + 12}">{escape(label)}</text>')
         width = (stop - begin) * scale
         parts.append(
             f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{LANE}" fill="currentColor" fill-opacity="0.07"/>'
@@ -112,7 +123,11 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
                     f'<path d="{path}" stroke="{lane.color}" stroke-width="{LANE}"><title>{escape(lane.label)}</title></path>'
                 )
         y += LANE + 5
-    parts.extend(_reads(shown, begin, stop, scale, y - 5))
+    for at, words in marks:
+        parts.append(
+            f'<path d="M{LEFT + (at - begin) * scale:.1f} 20V{y - 5}" stroke="{VERMILION}" stroke-dasharray="2 2" opacity="0.8">'
+            f"<title>{escape(words)}</title></path>"
+        )
     for i in range(5):
         x = LEFT + (WIDTH - LEFT - 8) * i / 4
         anchor = "start" if i == 0 else "end" if i == 4 else "middle"
@@ -183,17 +198,12 @@ def _boxes(lane: Lane, begin: int, stop: int, scale: float, middle: int) -> str:
     return "".join(path)
 
 
-def _reads(shown: Shown, begin: int, stop: int, scale: float, height: int) -> Iterable[str]:
-    """Draw a thin line where the host read a value that the table of syncs counts, with call and line as its tooltip."""
+def _reads(shown: Shown, begin: int, stop: int) -> Marks:
+    """Mark where the host read a value that the table of syncs counts, with call and line."""
     counted = set(zip(*(shown.tables["syncs"][c] for c in ("file", "line", "call", "inside"))))
     reads = (s for s in shown.recording.syncs if begin <= s.start_ns < stop)
     for s in [s for s in reads if (s.file, s.line, s.call, s.inside) in counted][:TICKS]:
-        x = LEFT + (s.start_ns - begin) * scale
-        where = f" at {s.file}:{s.line}" if s.file else ""
-        yield (
-            f'<path d="M{x:.1f} 20V{height}" stroke="{VERMILION}" stroke-dasharray="2 2" opacity="0.8">'
-            f"<title>{escape(s.call + where)}</title></path>"
-        )
+        yield s.start_ns, s.call + (f" at {s.file}:{s.line}" if s.file else "")
 
 
 # ------------------------------------------------------------------------------------------------------- the whole profile
@@ -277,7 +287,7 @@ def _phases(s: dict[str, Any]) -> str:
             f"<title>{phase} {three_digits(ms)} ms</title></rect>"
         )
         x += width
-    words = (f"{_swatch(PHASE_COLORS[p])} {p} {three_digits(ms)} ms" for p, ms in phases.items())
+    words = (f"{swatch(PHASE_COLORS[p])} {p} {three_digits(ms)} ms" for p, ms in phases.items())
     legend = "".join(f'<span style="display:inline-block;margin-right:1.1em">{w}</span>' for w in words)
     return "".join(parts) + f'</svg><div style="font-size:11px;margin-left:{LEFT / WIDTH:.0%}">{legend}</div>'
 
@@ -319,7 +329,7 @@ def _module_table(modules: Table, busy_ms: float, light: dict[str, tuple[float, 
     rest = order[len(shown) :]
     gflop = own(modules, "gflop")
     flops, lights = any(gflop[i] for i in shown), any(modules["module"][i] in light for i in shown)
-    legend = f"{_swatch(ORANGE)} forward {_swatch(GREEN)} backward"
+    legend = f"{swatch(ORANGE)} forward {swatch(GREEN)} backward"
     header = [
         "module",
         "",
@@ -452,7 +462,8 @@ def _number(ms: float) -> str:
     return f"{ms:.3f}" if abs(ms) < 10 else f"{ms:.2f}" if abs(ms) < 100 else f"{ms:,.1f}"
 
 
-def _swatch(color: str) -> str:
+def swatch(color: str) -> str:
+    """Draw a small square of a legend."""
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9" fill="{color}"/></svg>'
 
 

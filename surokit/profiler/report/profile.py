@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+from surokit.profiler.analysis.causes import Waited
 from surokit.profiler.analysis.tables import Analysis, Table, analyse
 from surokit.profiler.record.chrome_trace import read_chrome, write_chrome
 from surokit.profiler.record.recording import Recording, pack, unpack
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from surokit.hardware.gpus import Gpu
     from surokit.profiler.report.verify import Verdict
 
-_FORMAT = "surokit profile"
+FORMAT = "surokit profile"  # the first value in a saved file
 _VERSION = 3  # 1 knew no shapes, settings, garbage collector and price, 2 no ranks and collectives; both are read
 BY = ("module", "op", "kernel")
 
@@ -44,6 +45,7 @@ class Profile:
     by: str = "module"  # which table the shown profile breaks busy time down by
     _light: Table | None = None  # the speed of light, once it was asked for
     _eager: Recording | None = None  # of a step without CUDA graphs, which names the kernels of those replayed here
+    _waited: tuple[Waited, ...] = ()  # for other ranks, once they were merged
     _too_early: str = "the profile is still running: read it after the with block"
 
     def __init__(self, recording: Recording, name: str = "") -> None:
@@ -59,7 +61,7 @@ class Profile:
 
     def _finish(self, recording: Recording, name: str) -> None:
         self.name = name
-        self._analysis: Analysis = analyse(recording, self._eager)
+        self._analysis: Analysis = analyse(recording, self._eager, self._waited)
         settings = dict(recording.settings)
         self._analysis.tables["advice"] = advise(self._analysis.summary, self._analysis.tables, settings)
         self._recording, self._on_step = recording, None
@@ -100,8 +102,9 @@ class Profile:
 
     @property
     def lost(self) -> pd.DataFrame:
-        """Return one row for each cause of lost time: launches, syncs, copies, host, and offload where an optimizer keeps
-        its state on the host.
+        """Return one row for each cause of lost time: launches, syncs, copies, host; communication where processes exchange
+        data, offload where an optimizer keeps its state on the host. In a profile of `RankProfiles` the part of communication
+        that was waiting for another rank is a cause "waiting for rank N".
 
         Columns: cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x share, of whatever device), usd_per_day (None
         without a price), evidence; see surokit/profiler/analysis/causes.py.
@@ -245,9 +248,16 @@ class Profile:
         """Return a copy in which the kernels of replayed CUDA graphs belong to the modules that launched the same kernels
         in `eager`, a profile of a step without graphs. Hooks do not run in a replay; a note says how many could be named."""
         named = Profile.__new__(Profile)
-        named._eager, named.by = eager._done(), self.by
+        named._eager, named.by, named._waited = eager._done(), self.by, self._waited
         named._finish(self._done(), self.name)
         return named
+
+    def _merged(self, waited: tuple[Waited, ...]) -> Profile:
+        """Return a copy whose lost time says what was waiting for other ranks."""
+        merged = Profile.__new__(Profile)
+        merged._eager, merged._light, merged.by, merged._waited = self._eager, self._light, self.by, waited
+        merged._finish(self._done(), self.name)
+        return merged
 
     def speed_of_light(self, gpu: Gpu | None = None) -> pd.DataFrame:
         """Return the time of each module at the rates that the device reaches, beside its measured time.
@@ -274,7 +284,7 @@ class Profile:
         """Write one JSON file (gzipped when the path ends in .gz) that `Profile.load` reads back, and return its path."""
         recording = self._done()
         document = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "version": _VERSION,
             "name": self.name,
             "by": self.by,
@@ -297,7 +307,7 @@ class Profile:
         raw = file.read_bytes()
         try:
             document = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-            if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise ValueError("it is not a profile; a Chrome trace is read with Profile.from_trace")
             if document["version"] not in range(1, _VERSION + 1):
                 raise ValueError(f"its version is {document['version']}, this package reads 1 to {_VERSION}")
