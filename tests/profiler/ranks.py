@@ -2,7 +2,7 @@
 
     python -m tests.profiler.ranks RANK FOLDER
 
-Rank 1 multiplies twice as much as rank 0. Each case is profiled on both ranks and gathered on rank 0, which saves it to FOLDER/CASE;
+Rank 1 multiplies twice as much as rank 0. Each case is profiled on both ranks and gathered on rank 0, which saves it in a folder;
 for the last, torch's own profiler writes a trace of each rank. Each rank writes to rank0.pt or rank1.pt what it was given.
 """
 

@@ -11,6 +11,8 @@ import pytest
 from surokit.profiler.analysis import timeline as tl
 from surokit.profiler.analysis.timeline import Kind
 from surokit.profiler.record.chrome_trace import read_chrome
+from surokit.profiler.report.profile import Profile
+from tests.profiler.traces import rank_events, write_rank
 
 EVENTS = 60_001
 
@@ -132,3 +134,10 @@ def test_idle_time_of_each_stream_and_time_of_each_kernel(tmp_path, theirs, seed
     assert {symbols[n]: us for n, us in of_kernel.items()} == {
         device.names[n]: device.duration_E()[device.name_E == n].sum() / 1000 for n in np.unique(device.name_E).tolist()
     }
+
+
+@pytest.mark.parametrize(("rank", "overlap"), [(0, 25.0), (1, 0.0), (2, 11.11)])  # the all_gather's share, under the gemm
+def test_communication_under_computation_of_each_rank(tmp_path, theirs, rank, overlap):
+    path = write_rank(tmp_path, rank, rank_events(rank))
+    s = Profile.from_trace(path).summary
+    assert round(100 * (1 - s["comm_exposed_ms"] / s["comm_ms"]), 2) == theirs(path)["overlap_pctg"] == overlap

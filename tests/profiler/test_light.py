@@ -34,8 +34,8 @@ EVENTS = [
 
 def hand_made(events=EVENTS) -> Recording:
     rows = [Event(Kind.OP, name, a * 1000, b * 1000, 1) for name, a, b, *_ in events]
-    columns = [np.array([e[i] for e in events], np.int64) for i in (3, 4, 5)]
-    return gpu_recording(shaped=Shaped(Timeline.of(rows), *columns))
+    flop_E, bytes_E, rate_E = (np.array([e[i] for e in events], np.int64) for i in (3, 4, 5))
+    return gpu_recording(shaped=Shaped(Timeline.of(rows), flop_E, bytes_E, rate_E))
 
 
 MODULES: Table = {

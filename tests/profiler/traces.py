@@ -9,6 +9,7 @@ the second step's window is 30 to 90 on the device:
     runs 60-69)
 """
 
+import json
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,74 @@ def cpu_step():
     made = [Event(kind, name, a * US, b * US, 1, -1, -1, sequence) for kind, name, a, b, sequence in rows]
     modules = (("Net", "Net"), ("Net.up", "Linear"))
     return block(made, 100, modules=modules, device="cpu", **spans((0, 5, 21), (1, 8, 20)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+CLOCKS = (0, 250, -40)  # us to add to a rank's times for those of the first
+GEMM = (40, 60, 30)
+GATHERED = {0: (10, 20), 2: (15, 20)}  # ranks of the small group -> from when to when
+STEP = 100
+
+
+def rank_events(rank, steps=2, noted="operator", numbered=True, skipped=False):
+    """The events of one of three ranks, as torch writes them, each rank on a clock of its own. On the first rank's clock, from a
+    step's begin, in microseconds:
+
+        rank 0   gemm 5-45   all_reduce 45-75                  add 75-90    a small all_gather 10-20, under the gemm
+        rank 1   gemm 5-65                    all_reduce 65-75 add 75-90
+        rank 2   gemm 5-35   all_reduce 35-75                  add 75-90    the all_gather 15-20
+
+    noted: which event says what a collective is, "" for none. numbered: whether it has its number. skipped: whether the first
+    all_reduce is lacking.
+    """
+    events, number = [], 0
+
+    def put(category, name, start, length, thread, **args):
+        ts = start - CLOCKS[rank] + 1000
+        span = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": ts, "dur": length}
+        events.append({**span, "args": args})
+
+    def kernel(name, at, start, end, stream, note=None):
+        nonlocal number
+        number += 1
+        both = {"correlation": number, "External id": number}
+        if note:
+            put("cpu_op", "c10d::some_", at, 1, 77, **{"External id": number + 1000})
+            put("cpu_op", "record_param_comms", at, 1, 77, **both, **(note if noted == "operator" else {}))
+        put("cuda_runtime", "cudaLaunchKernel", at, 1, 77, **both)
+        where = {"device": 0, "context": 1, "stream": stream}
+        put("kernel", name, start, end - start, stream, **where, **both, **(note or {} if noted == "kernel" else {}))
+
+    def note(name, group, ranks, elements, dtype, sequence):
+        found = {"Collective name": name, "In msg nelems": elements[0], "Out msg nelems": elements[1], "dtype": dtype}
+        found |= {"Process Group Name": group, "Process Group Ranks": str(ranks)}
+        return found | ({"Seq": sequence} if numbered else {})
+
+    put("cpu_op", "aten::zeros", -10, 1, 77)  # the first step begins as long after the last kernel as the others
+    for step in range(steps):
+        at = STEP * step
+        end = at + 5 + GEMM[rank]
+        kernel("gemm", at + 1, at + 5, end, 7)
+        if rank in GATHERED:
+            begin, stop = (at + moment for moment in GATHERED[rank])
+            asked = note("_allgather_base", "1", [0, 2], (100, 200), "Float", step)
+            kernel("ncclDevKernel_AllGather_RING_LL", at + 2, begin, stop, 21, asked)
+        if step or not skipped:
+            asked = note("allreduce", "0", [0, 1, 2], (1000, 1000), "BFloat16", step)
+            kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", at + 3, end, at + 75, 20, asked)
+        kernel("add", at + 4, at + 75, at + 90, 7)
+        put("user_annotation", "Optimizer.step#AdamW.step", at + 85, 7, 77)
+    return events
+
+
+def write_rank(folder, rank, events, knows_rank=True):
+    """Write a trace file of one rank, as torch's handler names it."""
+    info = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 3}} if knows_rank else {}
+    path = folder / f"rank{rank}.pt.trace.json"
+    head = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "a GPU"}], **info}
+    path.write_text(json.dumps({**head, "traceEvents": events}))
+    return path
 
 
 # ---------------------------------------------------------------------------------------------------------------- any
