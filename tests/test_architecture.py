@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "tables optim runs planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
     "launching": "errors ranks runs places units tables widgets torch_private",
+    "efficiency": "launching train profiler tables units",
     "live": "train widgets runs environment",
     "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "
     "statistics tables optim runs torch_private",

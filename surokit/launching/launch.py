@@ -54,12 +54,14 @@ class Launch:
         self._panel_of = ""
         self._thread = threading.Thread(target=self._run, name="surokit-launch", daemon=True)
 
-    def start(self, call: bytes | None = None, script: Sequence[str] = (), is_module: bool = False) -> None:
-        """Start the processes: with a call, or a script with its arguments."""
+    def start(
+        self, call: bytes | None = None, script: Sequence[str] = (), is_module: bool = False, threads: int | None = None
+    ) -> None:
+        """Start the processes: with a call, or a script with its arguments. threads: of each on the CPU, by default its share."""
         if call is not None:
             (self._folder / CALL).write_bytes(call)
-        cores = os.cpu_count() or 1
-        environment = {"OMP_NUM_THREADS": str(max(1, cores // self._n))}
+        share = threads or max(1, (os.cpu_count() or 1) // self._n)
+        environment = {"OMP_NUM_THREADS": str(share)}
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name need not be known to it
         settings = {
@@ -147,6 +149,11 @@ class Launch:
             self._thread.join(LOOK_S)
         self._close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Return whether somebody asked for an end, with stop() or an interrupt."""
+        return self._asked > 0
 
     @property
     def goes_on(self) -> bool:

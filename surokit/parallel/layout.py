@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 START = "start them with surokit.launch(train, gpus={0}) or torchrun --nproc-per-node {0}"
 
@@ -17,14 +16,11 @@ class Parallel:
         filled so that the two multiply to the number of processes; of two, shard takes all.
     reshard: True gathers weights for each forward and each backward and keeps a shard between them (ZeRO-3); False gathers them
         once a step and keeps them for backward (ZeRO-2). Gradients and optimizer state are divided in both.
-    communicate: "codes" gathers weights as the codes and scales that the recipe multiplies, where that moves fewer bytes and
-        gives the same numbers; "bf16" gathers them in their own dtype.
     """
 
     shard: int | None = None
     replicate: int | None = None
     reshard: bool = True
-    communicate: Literal["codes", "bf16"] = "codes"
 
     def __post_init__(self) -> None:
         for name, value in (("shard", self.shard), ("replicate", self.replicate)):
@@ -34,8 +30,6 @@ class Parallel:
                 )
         if not isinstance(self.reshard, bool):
             raise ValueError(f"Parallel(reshard={self.reshard!r}): True (ZeRO-3) or False (ZeRO-2).")
-        if self.communicate not in ("codes", "bf16"):
-            raise ValueError(f"Parallel(communicate={self.communicate!r}): 'codes' or 'bf16'.")
 
     def over(self, world: int) -> Parallel:
         """Return this layout over `world` processes, with both numbers filled in. ValueError where they do not multiply to it."""
@@ -59,15 +53,6 @@ class Parallel:
     def zero(self) -> int:
         """Return ZeRO's stage: 3 or 2 where weights are divided, else 0."""
         return (3 if self.reshard else 2) if self.is_sharded else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
-        return {
-            "shard": self.shard,
-            "replicate": self.replicate,
-            "reshard": self.reshard,
-            "communicate": self.communicate,
-        }
 
 
 def _number_of(parallel: Parallel, wanted: int) -> str:

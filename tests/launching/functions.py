@@ -115,3 +115,10 @@ def hangs(folder: Path) -> None:
 
 def forgets_to_return() -> None:
     threading.Event().wait()
+
+
+def trains_for_scale(steps: int) -> sk.Session:
+    """Trains on batches of 48 tokens for each process, and returns the session."""
+    session = sk.Session(Toy(), make_batches(), parallel=COPIES, schedule=None)
+    session.run(steps)
+    return session

@@ -202,9 +202,7 @@ def test_a_layout_is_filled_from_the_number_of_processes() -> None:
     assert [Parallel().over(4).zero, Parallel(reshard=False).over(4).zero, Parallel(shard=1).over(4).zero] == [3, 2, 0]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"shard": 0}, {"replicate": 1.5}, {"shard": True}, {"reshard": 2}, {"communicate": "fp8"}]
-)
+@pytest.mark.parametrize("settings", [{"shard": 0}, {"replicate": 1.5}, {"shard": True}, {"reshard": 2}])
 def test_a_layout_of_other_values_is_refused(settings: dict[str, Any]) -> None:
     with refused(ValueError):
         Parallel(**settings)

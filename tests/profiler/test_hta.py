@@ -136,7 +136,9 @@ def test_idle_time_of_each_stream_and_time_of_each_kernel(tmp_path, theirs, seed
     }
 
 
-@pytest.mark.parametrize(("rank", "overlap"), [(0, 25.0), (1, 0.0), (2, 11.11)])  # the all_gather's share, under the gemm
+@pytest.mark.parametrize(
+    ("rank", "overlap"), [(0, 25.0), (1, 0.0), (2, 11.11)]
+)  # the all_gather's share, under the gemm
 def test_communication_under_computation_of_each_rank(tmp_path, theirs, rank, overlap):
     path = write_rank(tmp_path, rank, rank_events(rank))
     s = Profile.from_trace(path).summary
