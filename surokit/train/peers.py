@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class PeerError(RuntimeError):
-    """Something failed in one of several processes; the message says in which."""
+    """A PeerError says that something failed in one of several processes, and in which."""
 
 
 class Peers:

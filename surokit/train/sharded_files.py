@@ -1,4 +1,4 @@
-"""Tensors of a model that is divided over processes go to disk and come back, by torch's distributed checkpoint (DCP).
+"""Write and read the tensors of a model that is divided over processes, by torch's distributed checkpoint (DCP).
 
 A name stands for a Part (optim/parts.py): each process writes its pieces, plain tensors, and reads the pieces that it holds now,
 whoever wrote them. `.metadata`, which DCP pickles, is read without letting it run code, as `weights_only=True` does for the rest.
@@ -39,7 +39,7 @@ METADATA = ".metadata"
 
 
 class _Divided:
-    """A part, as DCP asks for it."""
+    """A _Divided is a part as DCP asks for it."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
