@@ -4,5 +4,5 @@ layout.py       how many processes hold a shard and how many a copy: Parallel
 processes.py    the processes that train together, and what they tell each other
 spread.py       a model over the processes of a layout
 exchange.py     what every process says, for all to know a step later
-gather.py       weights that FSDP2 gathers as codes and scales
+wire.py         the bytes that processes send each other in a step
 """

@@ -36,6 +36,7 @@ from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
 from surokit.parallel.spread import is_deferred, spread
+from surokit.parallel.wire import Wire, wire
 from surokit.ranks import LIVE, rank_here
 from surokit.recipe import Recipe, find_recipe
 from surokit.runs.health import Event
@@ -574,6 +575,10 @@ class Session(Trainer):
     def plan_arguments(self) -> dict[str, Any]:
         """Return arguments of `surokit.plan` that this session's steps have; batch and length where they are known."""
         return plan_arguments(self)
+
+    def wire(self) -> Wire:
+        """Return what each process receives from the others in a step of one batch: gathered weights and gradients, in bytes."""
+        return wire(self.model, self.processes)
 
     @property
     def first_bad(self) -> str:

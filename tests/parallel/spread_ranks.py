@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import surokit as sk
@@ -148,6 +149,44 @@ def holds_little(folder: Path) -> dict[str, Any]:
             most = max(most, held)
     own = sum(p.to_local().nbytes for p in session.model.parameters())  # type: ignore[attr-defined]
     return {"whole": whole_bytes, "most": most, "own": own}
+
+
+class Counts(TorchDispatchMode):
+    """Counts the bytes of collectives inside of it, by name: of what a process gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function.overloadpacket).rpartition(".")[2].strip("_")
+        if function.namespace == "c10d" and name in ("allreduce", "allgather_base", "reduce_scatter_base"):
+            tensors = args[0] if name == "allreduce" else [args[1]]
+            if sum(t.numel() for t in tensors) > 1:  # a loss or a number of labels is no gradient
+                self.nbytes[name] = self.nbytes.get(name, 0) + sum(t.nbytes for t in tensors)
+        return function(*args, **(kwargs or {}))
+
+
+WIRED = {"bf16": sk.BF16, "qfp8": sk.QFP8.lora(rank=4), "qfp4": sk.QFP4.lora(rank=4), "qnf4": sk.QNF4.lora(rank=4)}
+
+
+def is_counted(folder: Path) -> dict[str, Any]:
+    """What one step moves, counted, beside what was foretold."""
+    found: dict[str, Any] = {}
+    for name, recipe in WIRED.items():
+        for layout in ("copies", "shards", "zero-2"):
+            if layout != "copies" and not is_sharded(Case(recipe)):
+                continue
+            config = replace(CONFIG, width=256, ffn=511)  # which no number of processes divides
+            model = sk.Decoder(config, dtype=torch.bfloat16)
+            session = sk.Session(model, batches(), recipe=recipe, parallel=LAYOUTS[layout], schedule=None)
+            session.run(1)
+            with Counts() as counts:
+                session.run(1)
+            wire = session.wire()
+            stored = {flow.what: flow.per_element for flow in wire.flows}
+            found[f"{name}, {layout}"] = counts.nbytes, wire.gathered, wire.reduced, stored
+    return found
 
 
 def is_asked(folder: Path) -> dict[str, Any]:
@@ -312,6 +351,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"accumulates, {layout}": accumulates(layout) for layout in ("copies", "shards")},
     "is deferred": is_deferred,
     "holds little": holds_little,
+    "is counted": is_counted,
     "is asked": is_asked,
     "is not finite": is_not_finite,
     "begins as the first": begins_as_the_first,

@@ -16,7 +16,7 @@ import torch
 import surokit as sk
 from surokit.parallel.layout import Parallel
 from tests.parallel.layouts import LAYOUTS, RANKS
-from tests.parallel.spread_ranks import DEFERRED, JOBS, can, measured, sees, trained, whence, write_model
+from tests.parallel.spread_ranks import DEFERRED, JOBS, WIRED, can, measured, sees, trained, whence, write_model
 from tests.processes import found_by
 from tests.refusals import refused
 from tests.train.ranks import CASES
@@ -115,6 +115,36 @@ def test_no_process_holds_all_of_a_model_without_values(ranks: Any) -> None:
     for result in found_in(ranks, "holds little"):
         assert result["own"] < 0.3 * result["whole"]
         assert result["own"] < result["most"] < 0.5 * result["whole"]  # its shards, and a layer or two
+
+
+@pytest.mark.parametrize("layout", ["shards", "zero-2"])
+@pytest.mark.parametrize("name", WIRED)
+def test_the_bytes_that_move_are_those_that_are_foretold(ranks: Any, name: str, layout: str) -> None:
+    others = RANKS - 1
+    for result in found_in(ranks, "is counted"):
+        if f"{name}, {layout}" not in result:
+            pytest.skip("torch before 2.13 shards no parameters of integers, in which codes of 4 bits are kept")
+        counted, gathered, reduced, _ = result[f"{name}, {layout}"]
+        assert counted["allgather_base"] * others == gathered
+        assert counted["reduce_scatter_base"] * others == reduced * RANKS
+
+
+@pytest.mark.parametrize("name", WIRED)
+def test_copies_add_up_gradients_only(ranks: Any, name: str) -> None:
+    for result in found_in(ranks, "is counted"):
+        counted, gathered, reduced, _ = result[f"{name}, copies"]
+        assert gathered == 0
+        assert 2 * counted["allreduce"] * (RANKS - 1) // RANKS == pytest.approx(reduced, abs=64)
+        assert set(counted) == {"allreduce"}
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("qfp8", 1.0), ("qfp4", 0.5625), ("qnf4", 0.516)])
+def test_a_stored_weight_moves_as_codes_and_scales(ranks: Any, name: str, nbytes: float) -> None:
+    (result, *_) = found_in(ranks, "is counted")
+    if f"{name}, shards" not in result:
+        pytest.skip("torch before 2.13 shards no parameters of integers, in which codes of 4 bits are kept")
+    held = next(each for what, each in result[f"{name}, shards"][3].items() if what.startswith("stored as"))
+    assert held == pytest.approx(nbytes, abs=0.002)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
