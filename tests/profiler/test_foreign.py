@@ -156,7 +156,9 @@ def test_what_was_launched_by_the_end_belongs_to_the_block():
     ]
     kernels = [Event(Kind.KERNEL, str(number), at, at + 40, 7, number) for number, at in ((1, 15), (2, 70), (3, 120))]
     recorder = Recorder(gpu=False, sample=False)
-    recorder._parts = [cast(RawTrace, SimpleNamespace(rows=launch + kernels, start_ns=5, end_ns=200, shaped=True))]
+    recorder._parts = [
+        cast(RawTrace, SimpleNamespace(rows=launch + kernels, messages=(), start_ns=5, end_ns=200, shaped=True))
+    ]
     cut = recorder.cut(5, 50, 5)
     assert [n for n in cut.timeline.names if n != "cudaLaunchKernel"] == ["1", "2"]  # 2 ran after the end
     assert len(cut.timeline) == 4

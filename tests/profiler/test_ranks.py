@@ -147,23 +147,34 @@ def test_a_clock_is_known_along_a_chain_of_groups():
     assert len(merged) == 2
 
 
+def test_a_clock_whose_difference_is_within_the_scatter_is_left_as_it_is():
+    ends = [[10, 30, 50, 70, 90], [12, 27, 53, 66, 95]]  # they differ by -2, 3, -3, 4 and -5
+    merged = Matched([spans(r, [(end - 5, end) for end in of_rank]) for r, of_rank in enumerate(ends)])
+    assert [(clock.offset_ns, clock.residual_ns) for clock in merged.clocks] == [(0, 0), (0, 3)]
+
+
+def test_several_kernels_of_one_number_are_matched_in_order():
+    first, second = (spans(r, [(0, 10 - r), (20, 30)], repeated=True) for r in (0, 1))
+    merged = Matched([first, second])
+    assert merged.index_MR.tolist() == [[0, 0], [1, 1]]
+    assert merged.notes == []
+
+
 # ----------------------------------------------------------------------------------------------------------- the split
 
 
-def spans(rank, collectives, compute=(), group=("", ()), other=None, stop=200):
-    """The collectives of a rank from (start, end), or None where it has no part, numbered in this order; of two groups the
-    second's are the last."""
-    here = [(number, span) for number, span in enumerate(collectives) if span is not None]
-    times = np.array([span for _, span in here], np.int64).reshape(-1, 2)
-    groups = [group] * len(here)
-    numbers = [number for number, _ in here]
+def spans(rank, collectives, compute=(), group=("", ()), other=None, stop=200, repeated=False):
+    """The collectives of a rank from (start, end), numbered in this order unless the number is repeated; where there is another
+    group the last is its first."""
+    times = np.array(collectives, np.int64).reshape(-1, 2)
+    groups, numbers = [group] * len(times), [0 if repeated else number for number in range(len(times))]
     if other is not None:
         groups[-1], numbers[-1] = other, 0
     busy = np.array(compute, np.int64).reshape(-1, 2)
-    nothing = np.zeros(len(here), np.int64)
+    nothing = np.zeros(len(times), np.int64)
     return Collectives(
         rank=rank,
-        names=("all_reduce",) * len(here),
+        names=("all_reduce",) * len(times),
         groups=tuple(groups),
         step_C=nothing,
         sequence_C=np.array(numbers, np.int64),

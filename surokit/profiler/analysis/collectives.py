@@ -76,16 +76,16 @@ def collectives(o: Observed) -> Collectives:
         )
     )
     order = np.lexsort((start_C, asked_C))
-    start_C, end_C, note_C = start_C[order], end_C[order], note_C[order]
+    start_C, end_C, note_C, on_host_C = start_C[order], end_C[order], note_C[order], order >= len(on_device)
     step_C = np.clip(np.searchsorted(o.hosts, asked_C[order], side="right") - 1, 0, o.steps - 1)
     notes = [o.r.messages[i] if i >= 0 else None for i in note_C.tolist()]
     names = [note.collective if note else collective_name(o.names[i]) for note, i in zip(notes, name_C[order].tolist())]
     groups = tuple((note.group, note.ranks) if note else ("", ()) for note in notes)
     nbytes_C = np.array([note.nbytes if note else -1 for note in notes], np.int64)
     sizes = np.where(nbytes_C < 0, _sizes_of_shaped(o, names, step_C), nbytes_C)
-    whole = np.array([name == "all_gather" and not known for name, (_, known) in zip(names, groups)], bool)
-    sizes = np.where(whole & (sizes > 0), sizes * o.r.world, sizes)  # gloo notes a rank's part
-    sizes = np.where([name == "barrier" for name in names], 0, sizes) if names else sizes
+    is_gather, is_barrier = (np.array([name == kind for name in names], bool) for kind in ("all_gather", "barrier"))
+    sizes = np.where(is_gather & on_host_C & (sizes > 0), sizes * o.r.world, sizes)  # gloo notes a rank's part
+    sizes = np.where(is_barrier, 0, sizes)
     return Collectives(
         rank=o.r.rank or 0,
         names=tuple(names),

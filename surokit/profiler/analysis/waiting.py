@@ -13,7 +13,7 @@ Suffixes: R ranks, in the order given; C collectives of one rank; M matched coll
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,8 +59,9 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Clock:
-    """A Clock says what to add to a rank's times for those of the first rank, and how far the ends of collectives scatter around
-    that: the median of the absolute differences. Both are None where no collective connects the two."""
+    """A Clock says what to add to a rank's times for those of the first rank, and how far the ends of collectives scatter: the
+    median distance from their median. An offset below that is taken as none. Both are None where no collective connects the
+    two."""
 
     offset_ns: int | None
     residual_ns: int | None
@@ -161,6 +162,8 @@ class Matched:
                 behind = self.end_MR[shared, known] - self.end_MR[shared, r]
                 offset = int(np.median(behind))
                 residual = int(np.median(np.abs(behind - offset)))
+                if abs(offset) <= residual:  # no difference that can be told, as on one machine
+                    offset = 0
                 before = found[known]
                 assert before.offset_ns is not None
                 found[r] = Clock(before.offset_ns + offset, residual)
@@ -180,13 +183,14 @@ def _match(ranks: Sequence[Collectives], notes: list[str]) -> list[list[int]]:
             if key is not None:
                 found.setdefault(key, [-1] * len(ranks))[r] = c
     rows: list[list[int]] = []
-    alone, missing = 0, set[int]()
+    alone, missing, members_of = 0, set[int](), dict[Group, list[int]]()
     for row in found.values():
         r = next(r for r, c in enumerate(row) if c >= 0)
-        members = _members(ranks, ranks[r].groups[row[r]])
-        known = ranks[r].groups[row[r]][1]
-        if known:
-            missing |= set(known) - {rank.rank for rank in ranks}
+        group = ranks[r].groups[row[r]]
+        if group not in members_of:
+            members_of[group] = _members(ranks, group)
+            missing |= set(group[1]) - {rank.rank for rank in ranks}
+        members = members_of[group]
         if sum(c >= 0 for c in row) > 1 and all(row[q] >= 0 for q in members):
             rows.append(row)
         elif len(members) > 1:
@@ -220,11 +224,14 @@ def _keys(ranks: Sequence[Collectives], notes: list[str]) -> list[list[Key | Non
     for rank in ranks:
         keys: list[Key | None] = [None] * len(rank)
         rows: dict[Key, list[int]] = defaultdict(list)
+        seen: Counter[Key] = Counter()  # several kernels may have one number, as in a coalesced collective
         for c, (name, group, sequence) in enumerate(zip(rank.names, rank.groups, rank.sequence_C.tolist())):
             if not is_matched(name):
                 continue
             if sequence >= 0:
-                keys[c] = (group, name, sequence)
+                key = (group, name, sequence)
+                keys[c] = (*key, seen[key])
+                seen[key] += 1
             else:
                 rows[group, name].append(c)
         numbered.append(keys)

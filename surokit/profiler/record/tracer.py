@@ -239,7 +239,7 @@ def read_events(events: Sequence[Any], offset: int = 0) -> Iterator[tuple[Event,
 
 def _arguments(e: Any) -> dict[str, Any]:
     """Return an event's arguments that say something of a collective, named as in a trace file."""
-    noted = e.extra_meta() if hasattr(e, "extra_meta") else {}  # torch 2.12 does not show them
+    noted = e.extra_meta() if hasattr(e, "extra_meta") else {}  # not in every version of torch
     shapes, dtypes, _ = inputs_of(e)
     return {**noted, **({"Input Dims": shapes, "Input type": dtypes} if len(shapes) else {})}
 
