@@ -63,10 +63,10 @@ def divide(o: Observed) -> Divided:
     """Divide each gap among the causes, which sum to the gap."""
     host_G, nothing = o.host_G, np.zeros_like(o.host_G)
     start_G, until_G = o.start_G, o.start_G + host_G
-    collectives = o.ranges_named(COLLECTIVE_RANGES)
+    talk = o.ranges_named(COLLECTIVE_RANGES)
     with_talk, with_waits, *in_calls = (tl.covered(*layer, start_G, until_G) for layer in _call_layers(o))
-    talk_later = tl.covered(*collectives, until_G, o.end_G)  # of what is no host wait
-    more = {COMMUNICATION: with_talk + talk_later} if len(collectives[0]) or o.communicates_A.any() else {}
+    talk_later = tl.covered(*talk, until_G, o.end_G)  # of what is no host wait
+    more = {COMMUNICATION: with_talk + talk_later} if len(talk[0]) or o.communicates_A.any() else {}
     if len(o.ranges_named(OFFLOAD_RANGES)[0]):
         more[OFFLOAD] = with_waits - with_talk
     if not o.on_gpu:

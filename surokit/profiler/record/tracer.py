@@ -69,8 +69,11 @@ class RawTrace:
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """Return what was noted of the collectives."""
-        noting = ((event, raw) for event, raw in self._pairs if raw is not None and is_noting(event.name))
-        found = (message_of(event, _arguments(raw)) for event, raw in noting if event.start_ns >= self.start_ns)
+        found: list[Message | None] = []
+        for event, raw in self._pairs:
+            if raw is not None and is_noting(event.name) and event.start_ns >= self.start_ns:
+                with suppress(TypeError, ValueError):  # a note of another form than this package knows
+                    found.append(message_of(event, _arguments(raw)))
         return tuple(message for message in found if message is not None)
 
     @cached_property
