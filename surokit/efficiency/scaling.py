@@ -188,10 +188,10 @@ class Scaling:
 
     def plot(self) -> Figure:
         """Draw tokens/s beside the ideal line, and the loss at each doubling by its parts."""
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot as plt
 
-        figure = Figure(figsize=(9, 3.4), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+        plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
         gpus = [rate.gpus for rate in self.rates]
         first = self.rates[0]
         ideal = [first.tokens_per_s * n / first.gpus for n in gpus]
