@@ -6,18 +6,22 @@ processes of a launch and whoever started them can see.
 
     stop, pause, save   ask this of the run, as in its own folder (runs/requests.py)
     live.json           a rank wants a panel where the launch was asked for: {"run_dir": ...}
+    restarts.jsonl      a line for each time that all processes were started anew: {"at", "rank", "kind", "why"}
     stack-RANK.txt      the stack of every thread of a rank that hung
 """
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "SUROKIT_LAUNCH"
 HANG_S = "SUROKIT_HANG_S"
 LIVE = "live.json"
+RESTARTS = "restarts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,14 @@ def rank_here() -> Rank:
         folder=Path(folder) if folder else None,
         hang_s=float(hang_s) if hang_s else None,
     )
+
+
+def why_restarted() -> str:
+    """Return in a sentence why the processes were started anew the last time, as far as whoever did it has said."""
+    here = rank_here()
+    why = "A process failed."
+    if here.folder is not None:
+        with suppress(OSError, ValueError, KeyError, IndexError):
+            lines = (here.folder / RESTARTS).read_text(encoding="utf-8").splitlines()
+            why = str(json.loads(lines[-1])["why"])
+    return f"{why} All processes were started anew."

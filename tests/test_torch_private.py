@@ -52,6 +52,7 @@ def private_members() -> set[str]:
         torch.cuda.Event,
     )
     later = {"_orig_mod", "_is_replica", "_is_profiler_enabled", "_need_device_dtype_check_for_fused"}
+    later |= {"_monitor_workers"}  # of torchelastic's agents
     members = {name for found in objects for name in dir(found) if is_private(name)}
     return members | later | {"_step_supports_amp_scaling"}
 

@@ -1,4 +1,4 @@
-"""Carry a function with its arguments to another process, also one that a notebook's cell defines and what it closes over."""
+"""Pack a function and its arguments for another process, also one that a notebook's cell defines, with what it closes over."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from surokit.launching.call import loaded, packed
 from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE, write_whole
 from surokit.launching.outcome import Failure, LaunchError, failure_in
 from surokit.launching.output import Output, Shown
-from surokit.ranks import LIVE, rank_here
+from surokit.ranks import LIVE, RESTARTS, rank_here
 from surokit.runs.requests import STOP
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 HANG_S = 600.0
 LOOK_S = 0.1  # between two looks at the processes, their output and the panel
-RESTARTS = "restarts.jsonl"
 
 
 class Launch:

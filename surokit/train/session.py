@@ -37,7 +37,7 @@ from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
 from surokit.parallel.spread import is_deferred, spread
 from surokit.parallel.wire import Wire, wire
-from surokit.ranks import LIVE, rank_here
+from surokit.ranks import LIVE, rank_here, why_restarted
 from surokit.recipe import Recipe, find_recipe
 from surokit.runs.health import Event
 from surokit.runs.records import Record, Records
@@ -726,6 +726,9 @@ class Session(Trainer):
         began = began_in(self.run_dir) if rank_here().restarts else None
         if began is not None:
             self._ahead = max(0, self.steps - began)
+            if self.own_folder is not None:
+                again = f"{self.redone_s:.1f} s of work are done again"
+                self.note(f"{why_restarted()} The run goes on from step {self.steps}; {again}.")
         elif self.processes.is_first and rank_here().may_restart:
             note_beginning(self.run_dir, self.steps)
 

@@ -13,6 +13,7 @@ import pytest
 
 import surokit as sk
 from surokit import cli
+from surokit.runs.status import read_status
 from tests.clocks import until
 from tests.launching import functions
 from tests.refusals import refused
@@ -91,6 +92,11 @@ def test_a_run_goes_on_after_its_processes_were_killed(tmp_path: Path, capfd: py
     error = capfd.readouterr().err
     assert [f"Rank {rank} was killed by SIGKILL" in error for rank in (0, 1)] == [True, True]
     assert "All start anew (5 of 5)" in error
+    status = read_status(tmp_path / "killed" / "run")
+    assert status is not None
+    notes = [event["text"] for event in status.events if event["kind"] == "note"]
+    assert len(notes) == 5
+    assert notes[-1].startswith(f"Rank {kills[4][1]} was killed by SIGKILL")
     steps = [
         int(row)
         for row in sk.Session.resume(
