@@ -56,7 +56,7 @@ class Stream:
     ) -> None:
         check_source(source)
         fork = getattr(source, "fork", None)
-        self.source: Any = fork() if callable(fork) else source
+        self.source: Any = fork() if callable(fork) else _exact(source)
         self.accumulate = accumulate
         self.part, self.seed = part, seed
         self._own: RandomState | None = None  # what the source draws from, where it has a seed
@@ -291,6 +291,27 @@ class Stream:
                         f"The data ends after {done} batches and the checkpoint was made after {self.index}: "
                         "resume with the data that the run was started with."
                     )
+
+
+class _Replayed:
+    """A _Replayed is a source that is read again up to where a run goes on, whatever position it keeps itself."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
+def _exact(source: Any) -> Any:
+    """Return the source, if a position that it keeps is exact: that of a streaming data set of Hugging Face leaves the rows in a
+    shuffle buffer out, and holds for every epoch that follows."""
+    return _Replayed(source) if type(source).__module__.startswith("datasets.") and _stateful(source) else source
 
 
 class _Position(NamedTuple):

@@ -28,7 +28,7 @@ from surokit import convert
 from surokit.train import NonFiniteError
 from surokit.train.stream import Batch
 from tests.parallel.layouts import LAYOUTS, RANKS
-from tests.train.ranks import CASES, CONFIG, RECIPES, Case, is_sharded, make
+from tests.train.ranks import ADAM, CASES, CONFIG, RECIPES, Case, is_sharded, make
 from tests.train.toys import Toy, make_batches
 
 STEPS = 3
@@ -80,6 +80,21 @@ def whole(p: Tensor) -> Tensor:
 
 
 # -- jobs: what is done in every process
+
+
+def _optimizers() -> dict[str, Case]:
+    """Optimizers whose state is on the host, in 8 bits, or drawn, by name; a recipe without scales keeps the comparison sharp."""
+    zenflow: Any = sk.ZenFlow(lr=1e-3, topk_ratio=0.25, update_interval=2, select_interval=2, select_strategy="step")
+    offload: Any = sk.OffloadAdamW(lr=1e-3)
+    found = {
+        "ZenFlow": zenflow,
+        "OffloadAdamW": offload,
+        **{name: ADAM[name] for name in ("AdamW8bit", "AdamW, stochastic")},
+    }
+    return {name: Case(sk.BF16, torch.bfloat16, optimizer) for name, optimizer in found.items()}
+
+
+OPTIMIZERS = _optimizers()
 
 
 def learns(case: Case, layout: str) -> Callable[[Path], dict[str, Any]]:
@@ -348,6 +363,11 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"{name}, copies": learns(CASES[name], "copies") for name in RECIPES},
     **{f"{name}, both": learns(CASES[name], "both") for name in ("bf16", "fp8", "fp8-block", "qfp8", "qfp4")},
     **{f"{name}, {layout}": learns(CASES[name], layout) for name in ("bf16", "fp8") for layout in ("shards", "zero-2")},
+    **{
+        f"{name} by {layout}": learns(case, layout)
+        for name, case in OPTIMIZERS.items()
+        for layout in ("copies", "shards", "both")
+    },
     **{f"accumulates, {layout}": accumulates(layout) for layout in ("copies", "shards")},
     "is deferred": is_deferred,
     "holds little": holds_little,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -355,3 +356,73 @@ def test_a_shuffled_loader_whose_first_batch_fails() -> None:
     session.run(3)
     Data.fails = False
     assert_same_state(session, whole(5, data=torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)))
+
+
+# -- several processes, each with its part
+
+
+class _Rows:
+    """Batches of one row, each with its number."""
+
+    @staticmethod
+    def all(count: int = 26) -> list[Batch]:
+        return [{"input_ids": torch.full((1, 4), i), "labels": torch.full((1, 4), i)} for i in range(count)]
+
+    @staticmethod
+    def shuffled() -> Any:
+        rows: Any = [{name: t[0] for name, t in batch.items()} for batch in _Rows.all()]
+        return DataLoader(rows, batch_size=1, shuffle=True)
+
+    @staticmethod
+    def streamed() -> Any:
+        """A streaming data set of Hugging Face."""
+        rows = [{name: t[0].tolist() for name, t in batch.items()} for batch in _Rows.all()]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3).with_format("torch").batch(1)
+
+    @staticmethod
+    def streamed_and_shuffled() -> Any:
+        """The same with a buffer, whose rows its own position leaves out."""
+        return _Rows.streamed().shuffle(seed=5, buffer_size=7)
+
+
+def _parts(source: Callable[[], Any], ranks: int, a_step: int, state: Any = None) -> list[Stream]:
+    """The streams of so many processes that take `a_step` batches a step between them, from a position on."""
+    streams = [Stream(source(), a_step // ranks, part=(rank, ranks), seed=11) for rank in range(ranks)]
+    for stream in streams:
+        if state is not None:
+            stream.load_state_dict(state)
+    return streams
+
+
+def _taken(streams: list[Stream], steps: int) -> list[int]:
+    """The rows that steps took, in the order of the source."""
+    taken: list[int] = []
+    for step in range(steps):
+        torch.manual_seed(step)  # what else draws is not the same in all processes, nor is it the next time
+        groups = [[int(batch["input_ids"][0, 0]) for batch in stream.draw()] for stream in streams]
+        taken += [row for rows in zip(*groups, strict=True) for row in rows]
+    return taken
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("source", [_Rows.all, _Rows.shuffled, _Rows.streamed, _Rows.streamed_and_shuffled])
+def test_processes_take_what_one_takes_from_wherever_others_stopped(source: Callable[[], Any], ranks: int) -> None:
+    expected = _taken(_parts(source, 1, 6), 11)  # 66 of 26 rows: over the ends of two epochs
+    assert sorted(expected[:26]) == [*range(26)]
+    streams = _parts(source, ranks, 6)
+    taken = _taken(streams, 4)
+    states = [stream.state_dict() for stream in streams]
+    assert all(state["taken"] == states[0]["taken"] for state in states)
+    for others in (2, 3, 1):  # each goes on from what the one before has left
+        streams = _parts(source, others, 6, states[0])
+        taken += _taken(streams, 2)
+        states = [stream.state_dict() for stream in streams]
+    assert taken + _taken(_parts(source, ranks, 6, states[0]), 1) == expected
+
+
+def test_a_draw_that_is_given_back_comes_again_in_parts() -> None:
+    stream = _parts(_Rows.all, 2, 4)[1]
+    first = stream.draw()
+    assert stream.tokens == 4 * 4  # of both processes
+    stream.give_back()
+    assert [int(b["input_ids"][0, 0]) for b in stream.draw()] == [int(b["input_ids"][0, 0]) for b in first] == [1, 3]
