@@ -114,10 +114,13 @@ def plan_arguments(session: Session) -> dict[str, Any]:
     found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
     if session.graphs.state in ("on", "waiting"):
         found["graphs"] = True
-    if session.processes.are_several:
-        found |= {"gpus": session.processes.world, "zero": session.processes.layout.zero}
+    processes = session.processes
+    if processes.are_several:
+        # of copies that are divided, one: what each GPU holds is right, and the exchange between copies is left out
+        divided = processes.layout.is_sharded
+        found |= {"gpus": processes.layout.shard if divided else processes.world, "zero": processes.layout.zero}
     if session.length and len(session.records):
-        sequences, rest = divmod(session.records[-1].tokens, session.length * session.accumulate)
+        sequences, rest = divmod(session.records[-1].tokens, session.length * session.data.a_step)
         return found if rest or not sequences else found | {"batch": sequences, "length": session.length}
     return found | batch_sizes(session.data.source)
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 import surokit as sk
 from surokit import convert
+from surokit.optim.tensors import local
 from surokit.train import NonFiniteError
 from surokit.train.stream import Batch
 from tests.parallel.layouts import LAYOUTS, RANKS
@@ -157,13 +158,38 @@ def holds_little(folder: Path) -> dict[str, Any]:
     whole_bytes = sum(p.nbytes for p in sk.Decoder(config, device="meta").parameters())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         session = sk.Session(sk.Decoder(config, device="meta"), batches(), parallel=LAYOUTS["shards"])
+    own = sum(p.to_local().nbytes for p in session.model.parameters())  # type: ignore[attr-defined]
+    return {"whole": whole_bytes, "most": most_in(profile), "own": own}
+
+
+def most_in(profile: Any) -> int:
+    """The most bytes that a profiled block held at once, of what it allocated."""
     held = most = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    own = sum(p.to_local().nbytes for p in session.model.parameters())  # type: ignore[attr-defined]
-    return {"whole": whole_bytes, "most": most, "own": own}
+    return most
+
+
+def is_planned(folder: Path) -> dict[str, Any]:
+    """The most memory that a step takes, in bytes, beside the plan of the session that takes it."""
+    config = replace(CONFIG, width=256, ffn=512, layers=8, vocab=512, max_length=256)
+    ids = torch.randint(512, (2, 256), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for layout, parallel in LAYOUTS.items():
+        model = sk.Decoder(config, dtype=torch.bfloat16)
+        session = sk.Session(
+            model, [{"input_ids": ids, "labels": ids}], recipe=sk.BF16, parallel=parallel, schedule=None
+        )
+        session.run(2)
+        state = [v for held in session.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+        before = sum(t.nbytes for t in local([*session.model.parameters(), *state]))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            session.run(1)
+        plan = sk.plan(config, recipe=sk.BF16, dtype="bf16", gpu="H100", **session.plan_arguments())
+        found[layout] = before + most_in(profile), max(phase.bytes for phase in plan.memory.phases)
+    return found
 
 
 class Counts(TorchDispatchMode):
@@ -371,6 +397,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"accumulates, {layout}": accumulates(layout) for layout in ("copies", "shards")},
     "is deferred": is_deferred,
     "holds little": holds_little,
+    "is planned": is_planned,
     "is counted": is_counted,
     "is asked": is_asked,
     "is not finite": is_not_finite,

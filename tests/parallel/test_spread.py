@@ -142,6 +142,14 @@ def test_no_process_holds_all_of_a_model_without_values(ranks: Any) -> None:
         assert result["own"] < result["most"] < 0.5 * result["whole"]  # its shards, and a layer or two
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_holds_what_its_plan_says(ranks: Any, layout: str) -> None:
+    for result in found_in(ranks, "is planned"):
+        measured_bytes, planned_bytes = result[layout]
+        # a plan of ZeRO-2 has weights whole, and FSDP2 has the shards that it gathers them from besides
+        assert planned_bytes == pytest.approx(measured_bytes, rel=0.13 if layout == "zero-2" else 0.1)
+
+
 @pytest.mark.parametrize("layout", ["shards", "zero-2"])
 @pytest.mark.parametrize("name", WIRED)
 def test_the_bytes_that_move_are_those_that_are_foretold(ranks: Any, name: str, layout: str) -> None:
