@@ -70,12 +70,14 @@ class Kills:
     def on_end(self, reason: str) -> None: ...
 
 
-def trains(folder: Path, kills: dict[int, tuple[int, int]]) -> dict[str, Any]:
-    """Trains in two runs, killed at {restart: (step, rank)}; what each step saw is in the records."""
-    session = session_in(folder)
+def trains(
+    folder: Path, kills: dict[int, tuple[int, int]], layout: sk.Parallel = COPIES, steps: int = STEPS
+) -> dict[str, Any]:
+    """Trains in two runs, killed at {restart: (step, rank)}."""
+    session = session_in(folder, layout)
     session.subscribe(Kills(session, kills))
-    session.run(STEPS // 2)
-    session.run(STEPS // 2)
+    session.run(steps // 2)
+    session.run(steps - steps // 2)
     return {"steps": session.steps, "losses": [r.loss for r in session.records], "seconds": session.redone_s}
 
 

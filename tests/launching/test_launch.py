@@ -163,3 +163,15 @@ def test_a_script_is_launched_from_the_shell(tmp_path: Path, capfd: pytest.Captu
     assert "Rank 0 failed with SystemExit: 3" in capfd.readouterr().err
     assert cli.main(["launch", str(tmp_path / "none.py")]) == 2
     gc.collect()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [sk.Parallel(shard=1), sk.Parallel()], ids=["copies", "shards"])
+def test_twenty_kills_cost_nothing_but_time(layout: sk.Parallel, tmp_path: Path) -> None:
+    steps = 100
+    whole = sk.launch(functions.trains, tmp_path / "whole", {}, layout, steps, gpus=2)
+    choose = random.Random(20)
+    kills = {restart: (3 + 4 * restart + choose.randrange(4), choose.randrange(2)) for restart in range(20)}
+    found = sk.launch(functions.trains, tmp_path / "killed", kills, layout, steps, gpus=2, restarts=20)
+    assert found["steps"] == steps
+    assert found["losses"] == whole["losses"]
