@@ -14,8 +14,10 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -497,6 +499,12 @@ class Planted(BaseException):
     """Not an error that anybody expects."""
 
 
+def before_it_was_noted(error: BaseException | None) -> bool:
+    """Whether an error was raised where a step notes, last of all, what it wrote: the next one takes that for somebody else's."""
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    return any("_written.note" in (frame.line or "") for frame in frames if frame.filename.endswith("zenflow.py"))
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_11_any_exception_leaves_a_consistent_state_or_one_that_says_so(part: int) -> None:
     """At lines all over the steps of two windows and a selection: all go on as one that took the state over; or none does, and
@@ -518,7 +526,8 @@ def test_11_any_exception_leaves_a_consistent_state_or_one_that_says_so(part: in
         assert error is None or isinstance(error, Planted)
         run.optimizer.grad_scale = run.optimizer.found_inf = None
         try:
-            feed(run.optimizer, run.params, make_grads(run.shapes, 50, torch.bfloat16))
+            with pytest.warns(UserWarning, match="were written since") if before_it_was_noted(error) else nullcontext():
+                feed(run.optimizer, run.params, make_grads(run.shapes, 50, torch.bfloat16))
         except OffloadError:
             said_so += 1
             with refused(OffloadError):
