@@ -1,4 +1,4 @@
-"""Run the command line, `surokit doctor | plan | race | watch | launch | quickstart`: each is the function of that name.
+"""Run the command line, `surokit doctor | plan | race | watch | launch | export | quickstart`: each is the function of that name.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"surokit {surokit.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="doctor | plan | race | watch | launch | quickstart"
+        dest="command", required=True, metavar="doctor | plan | race | watch | launch | export | quickstart"
     )
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
@@ -113,6 +113,11 @@ def make_parser() -> argparse.ArgumentParser:
     launch.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT")
     launch.set_defaults(run=_launch)
+    export = commands.add_parser("export", help="make a Hugging Face folder, or an adapter's, of a run's checkpoint")
+    export.add_argument("source", metavar="RUN", help="the run_dir of a run, or one checkpoint in it")
+    export.add_argument("folder", metavar="FOLDER", help="the folder to write")
+    export.add_argument("--base", help="name or folder of the model that an adapter belongs to")
+    export.set_defaults(run=_export)
 
     quickstart = commands.add_parser("quickstart", help="run the quickstart notebook headless and keep what it made")
     quickstart.add_argument(
@@ -489,6 +494,13 @@ def _launch(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         print(f"surokit: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from surokit.train.exporting import export
+
+    print(export(arguments.source, arguments.folder, arguments.base))
     return 0
 
 

@@ -236,7 +236,7 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
         ("doctor --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
         ("plan 8e9 --xyzzy", "unrecognized arguments: --xyzzy (see surokit plan --help)"),
         ("pln 8e9", "invalid choice: 'pln'"),
-        ("", "required: doctor | plan | race | watch | launch | quickstart"),
+        ("", "required: doctor | plan | race | watch | launch | export | quickstart"),
     ],
 )
 def test_a_users_error_is_one_line_and_two(arguments, said, capsys):

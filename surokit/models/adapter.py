@@ -10,7 +10,7 @@ E experts, K in_features, N out_features, r rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from surokit import convert
 from surokit.errors import CheckpointError
 from surokit.layers import OwnLayer, check_taken_over, recipe_layers
 from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, write_json, written_whole
+from surokit.models.gathering import is_sharded, whole, written_by_first
 from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.places import check_module, check_values
@@ -47,6 +48,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
 
     model: a Decoder, or any model whose layers `surokit.apply` adapted. base: name or folder of the base model for the
     adapter's config, by default where the model was loaded from. The files appear at once or not at all.
+    Of a model that is sharded over processes all call this, and rank 0 writes.
 
     Raises CheckpointError where the model has no adapter, layers have different ranks, or writing fails.
     """
@@ -79,14 +81,19 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     }
     if experts:
         config["target_parameters"] = sorted({within_block(name) for name in experts})
-    tensors = {}
-    for name, place in _places(adapted).items():
-        for suffix, part in zip(_SUFFIXES, _written(adapted[name])):
-            tensors[f"{_PREFIX}{place}{suffix}"] = part.detach().contiguous()
     folder = Path(folder)
-    with written_whole(folder) as draft:
-        write_json(draft / CONFIG, config)
-        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        with written_whole(folder) as draft:
+            write_json(draft / CONFIG, config)
+            save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
+
+    tensors = (
+        (f"{_PREFIX}{place}{suffix}", part.contiguous())
+        for name, place in _places(adapted).items()
+        for suffix, part in zip(_SUFFIXES, _written(adapted[name]))
+    )
+    written_by_first(is_sharded(model), tensors, write)
     return folder
 
 
@@ -188,8 +195,8 @@ def _places(adapted: Mapping[str, OwnLayer]) -> dict[str, str]:
 def _written(layer: OwnLayer) -> tuple[Tensor, Tensor]:
     """Return A and B as they are written."""
     if isinstance(layer, ExpertsLinear):
-        return layer.lora_A.flatten(0, 1), layer.lora_B.permute(1, 2, 0).flatten(1)
-    return layer.lora_A.weight, layer.lora_B.weight
+        return whole(layer.lora_A).flatten(0, 1), whole(layer.lora_B).permute(1, 2, 0).flatten(1)
+    return whole(layer.lora_A.weight), whole(layer.lora_B.weight)
 
 
 @torch.no_grad()

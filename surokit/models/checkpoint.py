@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surokit import convert, hub
 from surokit.errors import CheckpointError
@@ -36,11 +36,13 @@ from surokit.models.folder import (
     write_tensors,
     written_whole,
 )
+from surokit.models.gathering import is_sharded, whole, written_by_first
 from surokit.models.layouts import Layout, copied, layout_for, layout_of
 from surokit.nn.experts import ExpertsLinear
 from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
 from surokit.places import check_dtype, check_values, find_device
+from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
 from surokit.recipe import Recipe, find_recipe
 
@@ -119,7 +121,8 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
 
     Shards of at most shard_gib GiB. Stored weights keep their codes and scales: E4M3 in blocks is written as fine-grained FP8,
     NVFP4 and MXFP8 as ModelOpt's, MXFP4 as gpt-oss', NF4 as bitsandbytes'. Everything appears at once or not at all; other
-    files in the folder stay. Weights keep their dtypes.
+    files in the folder stay. Weights keep their dtypes. A model that is sharded over processes is gathered
+    tensor by tensor: all of them call this, and rank 0 writes.
 
     Raises TypeError for a model that is not a surokit.Decoder, CheckpointError for a model with an adapter (save_adapter
     writes it, surokit.merge folds it in), a storage that no checkpoint format has, a configuration that no
@@ -143,10 +146,9 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
         )
     dtype = model.model.norm.weight.dtype
     hf["dtype"] = str(dtype).removeprefix("torch.")
-    tensors = model.state_dict()
-    if model.config.tied:
-        del tensors["lm_head.weight"]
     layout = _layout_for(linears)
+    for files in sparse.values():
+        files.check_writable(layout)
     # experts by the module that readers know
     plain = [
         name.rpartition(".")[0] if isinstance(m, ExpertsLinear) else name
@@ -154,24 +156,44 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
         if not m.storage
     ]
     kept = [*dict.fromkeys(plain)]
-    for path, files in sparse.items():
-        tensors = {name: t for name, t in tensors.items() if not name.startswith(f"{path}.")}
-        tensors |= files.tensors(layout, dtype)
     if layout is not None:
         hf["quantization_config"] = layout.config(kept, dtype)
-        for name, layer in linears.items():
-            if isinstance(layer, Linear) and (Q := layer.stored) is not None:
-                for held in ("weight", *Q.quantizer.scaling.stored_as):
-                    tensors.pop(f"{name}.{held}", None)
-                tensors |= layout.tensors(f"{name}.weight", Q, dtype)
-    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     folder = Path(folder)
-    with written_whole(folder) as draft:
-        write_json(draft / "config.json", hf)
-        if layout is not None and (sidecar := layout.sidecar(kept)):
-            write_json(draft / SIDECAR, sidecar)
-        write_tensors(draft, tensors, int(shard_gib * 2**30))
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        with written_whole(folder) as draft:
+            write_json(draft / "config.json", hf)
+            if layout is not None and (sidecar := layout.sidecar(kept)):
+                write_json(draft / SIDECAR, sidecar)
+            write_tensors(draft, ((name, t.contiguous()) for name, t in tensors), int(shard_gib * 2**30))
+
+    written_by_first(is_sharded(model), _written(model, layout, dtype, linears, sparse), write)
     return folder
+
+
+def _written(
+    model: Decoder,
+    layout: Layout | None,
+    dtype: torch.dtype,
+    linears: Mapping[str, OwnLayer],
+    sparse: Mapping[str, ExpertFiles],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is written, a few tensors at a time: of a sharded model no more are gathered."""
+    stored = {
+        name: Q for name, layer in linears.items() if isinstance(layer, Linear) and (Q := layer.stored) is not None
+    }
+    apart = {f"{name}.{held}" for name, Q in stored.items() for held in ("weight", *Q.quantizer.scaling.stored_as)}
+    apart |= {"lm_head.weight"} if model.config.tied else set()
+    inside = tuple(f"{path}." for path in sparse)
+    for name, tensor in model.state_dict().items():
+        if name not in apart and not name.startswith(inside):
+            yield name, whole(tensor)
+    for files in sparse.values():
+        yield from files.tensors(layout, dtype)
+    for name, Q in stored.items():
+        assert layout is not None
+        parts = tuple(whole(part) for part in Q.parts)
+        yield from layout.tensors(f"{name}.weight", Quantized.of(Q.quantizer, parts, Q.shape), dtype).items()
 
 
 # -- reading

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from surokit.errors import CheckpointError
 from surokit.models.config import DecoderConfig
 from surokit.models.folder import Tensors, Wanted
+from surokit.models.gathering import whole
 from surokit.models.layouts import FineGrainedFP8, Layout, Shape, copied
 from surokit.models.sparse import SparseMLP
 from surokit.nn.experts import ExpertsLinear
@@ -153,25 +154,30 @@ class ExpertFiles:
 
     # -- writing
 
-    def tensors(self, layout: Layout | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what is written: views of the parameters. CheckpointError for a storage that has no format here."""
-        written = {self.router: self.module.gate.weight.detach()}
+    def check_writable(self, layout: Layout | None) -> None:
+        """Raise CheckpointError for a storage that has no format here."""
         for path, weight in self.live.items():
             if weight.storage is not None and layout is not None and (why := self._unfit(weight, layout)):
                 raise CheckpointError(f"The experts of {path} {why}: apply surokit.BF16 first.")
+
+    def tensors(self, layout: Layout | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is written: views of the parameters, or of what is gathered of them; `check_writable` comes before."""
+        yield self.router, whole(self.module.gate.weight)
+        for weight in self.live.values():
+            codes_ENK, *scales_E = (whole(part) for part in (weight.weight, *weight.stored_scales))
+            rows, _ = self.shape(weight)
             for expert in range(weight.experts):
-                names, (rows, _) = self.of(weight, expert), self.shape(weight)
+                names = self.of(weight, expert)
                 if weight.storage is None:
-                    parts = weight.weight.detach()[expert].split(rows)
-                    written |= dict(zip(names, parts, strict=True))
+                    yield from zip(names, codes_ENK[expert].split(rows), strict=True)
                     continue
                 assert isinstance(layout, FineGrainedFP8)
-                Q = weight.stored_of(expert)
+                parts = (codes_ENK[expert], *(scales[expert] for scales in scales_E))
+                Q = Quantized.of(weight.storage, parts, (weight.out_features, weight.in_features))
                 grid = -(-rows // layout.rows)
                 for name, codes, scales in zip(names, Q.codes.split(rows), Q.scales.split(grid), strict=True):
                     part = Quantized.of(Q.quantizer, (codes, scales), (rows, weight.in_features))
-                    written |= layout.tensors(name, part, dtype)
-        return written
+                    yield from layout.tensors(name, part, dtype).items()
 
 
 def expert_files(model: nn.Module, config: DecoderConfig, family: str | None = None) -> dict[str, ExpertFiles]:

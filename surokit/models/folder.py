@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -178,23 +178,33 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
-    """Write model.safetensors, or shards of at most `shard_bytes` with their index, as transformers names them."""
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write model.safetensors, or shards of at most `shard_bytes` with their index, as transformers names them.
+
+    Tensors are taken as they come, and no more of them held than a shard has.
+    """
+    shard: dict[str, Tensor] = {}
+    owners: list[list[str]] = []  # the names in each shard that is written
+    total, room = 0, shard_bytes
+
+    def write(name: str) -> None:
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        owners.append([*shard])
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and tensor.nbytes > room:
+            write(f"{len(owners)}.part")
             room = shard_bytes
-        shards[-1][name] = tensor
+        shard[name] = tensor
         room -= tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        total += tensor.nbytes
+    if not owners:
+        write(SINGLE)
         return
-    owner = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        owner.update(dict.fromkeys(shard, file))
-    total = sum(t.nbytes for t in tensors.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": owner})
+    write(f"{len(owners)}.part")
+    files = [f"model-{i:05d}-of-{len(owners):05d}.safetensors" for i in range(1, len(owners) + 1)]
+    for i, file in enumerate(files):
+        (folder / f"{i}.part").rename(folder / file)
+    index = {name: file for file, names in zip(files, owners) for name in names}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})

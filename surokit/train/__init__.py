@@ -16,7 +16,11 @@ run_status.py        what else is told of a run: what it is, how it stands, what
 diagnose.py          which layer was not finite
 evaluation.py        evaluation and samples, without a trace in the run
 checkpointing.py     save, resume, fork: what of a session outlasts a run
-checkpoint_files.py  checkpoints on disk, whole or not at all
+checkpoint_files.py  checkpoints on disk, whole or not at all; sharded_files.py: of a model that several processes hold
+saving.py            a checkpoint that is written while one waits, or beside training
+resharding.py        a sharded session as parts of tensors, and from the parts that any other number of processes wrote
+peers.py             the processes that train one model together, and agree on its checkpoints
+exporting.py         a model's folder of a checkpoint
 fitting.py           fit_to_time: the size and the steps that end in a given time
 summary.py           a run in one table
 errors.py            NonFiniteError, NoTargetsError, ResumeError

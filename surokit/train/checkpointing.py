@@ -130,7 +130,7 @@ def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[
 def load(session: Session, found: checkpoints.Checkpoint) -> None:
     """Load a checkpoint's state into the session. Everything is checked before anything changes, except what the parts refuse."""
     meta, peers = found.meta, session.peers
-    own = found.own_state(peers.rank)
+    own = peers.together(lambda: found.own_state(peers.rank))
     again = found.ranks == peers.world  # as many processes as wrote it
     peers.together(lambda: _check(session, found, own if again else {}))
     state = peers.together(found.state)
@@ -222,24 +222,26 @@ def _of_another_layout(before: int, now: int, lost: set[str]) -> str:
     return text
 
 
-def check_all(found: checkpoints.Checkpoint | None, peers: Peers) -> checkpoints.Checkpoint | None:
-    """Return the latest checkpoint beside `found` whose bytes are as they were written; None where there is none."""
-    return None if found is None else checkpoints.latest(found.path.parent, peers, verify=True)
+def go_on(session: Session) -> None:
+    """Go on from the latest checkpoint in the first peer's folder whose bytes are as they were written.
 
-
-def begin_anew(session: Session) -> None:
-    """Begin a run without a checkpoint to go on from; where there are damaged ones, move what the run had written out of the
-    way."""
-    folder = session.run_dir
-    if folder is None or not (why := checkpoints.damage(folder / "checkpoints", session.peers, verify=True)):
+    Where there is none the run begins; where there are damaged ones, what it had written is moved out of the way.
+    """
+    peers, run_dir = session.peers, session.run_dir
+    folder = peers.now(lambda: peers.first(lambda: None if run_dir is None else run_dir / "checkpoints"))
+    if folder is None:
         return
-    if session.own_folder is None:
+    if (last := checkpoints.latest(folder, peers, verify=True)) is not None:
+        load(session, last)
         return
-    aside = next(path for n in itertools.count(1) if not (path := folder / f"damaged-{n}").exists())
+    why = checkpoints.damage(folder, peers, verify=True)
+    if not why or run_dir is None or not peers.is_first:
+        return
+    aside = next(path for n in itertools.count(1) if not (path := run_dir / f"damaged-{n}").exists())
     aside.mkdir()
     for name in ("run.json", "records.jsonl", "checkpoints"):  # these last: without them nothing is seen of the others
-        if (folder / name).exists():
-            (folder / name).rename(aside / name)
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
     _say(
         session,
         f"{why}. There is no other one, so the run begins anew and all of its steps are lost; what it had written is in {aside}.",

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -42,8 +43,19 @@ class Peers:
         return ThreadPoolExecutor(1, thread_name_prefix="surokit-checkpoint")
 
     def later(self, work: Callable[[], T]) -> Future[T]:
-        """Do the work in the thread, after what was asked for before; the interpreter does not end before it is done."""
-        return self._thread.submit(work)
+        """Do the work in the thread, after what was asked for and what was launched on the GPU before; the interpreter does not
+        end before it is done."""
+        if not torch.cuda.is_initialized():
+            return self._thread.submit(work)
+        device, launched = torch.cuda.current_device(), torch.cuda.Event()
+        launched.record()
+
+        def on_device() -> T:
+            torch.cuda.set_device(device)  # a thread has its own
+            launched.synchronize()
+            return work()
+
+        return self._thread.submit(on_device)
 
     def now(self, work: Callable[[], T]) -> T:
         """Do the work, after what was asked for before, and return what it gives."""

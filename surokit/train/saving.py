@@ -52,12 +52,10 @@ class Saving:
             path = peers.now(lambda: checkpoints.write(folder, content, session.keep, peers))
             self.saved_at = session.steps
             return path
-        content, copied = _copied(content)
+        content = replace(content, tensors=_copy(content.tensors), state=_copy(content.state), own=_copy(content.own))
         keep = session.keep
 
         def work() -> Path:
-            if copied is not None:
-                copied.synchronize()
             try:
                 return checkpoints.write(folder, content, keep, peers)
             except CheckpointError as error:
@@ -102,22 +100,8 @@ class Saving:
             warnings.warn(str(error), stacklevel=3)
 
 
-def _copied(content: checkpoints.Content) -> tuple[checkpoints.Content, torch.cuda.Event | None]:
-    """Return a content with copies on the host, and what has to be over before they are read."""
-    copies = replace(
-        content,
-        tensors=_copy(content.tensors),
-        state=_copy(content.state),
-        own=_copy(content.own),
-    )
-    event = None
-    if torch.cuda.is_initialized():
-        event = torch.cuda.Event()
-        event.record()
-    return copies, event
-
-
 def _copy(value: Any) -> Any:
+    """Copy all tensors in a value to the host; a GPU's are there when what is launched by now is done."""
     if isinstance(value, Part):
         return Part(value.whole, {place: _copy(piece) for place, piece in value.pieces.items()})
     if isinstance(value, Tensor):

@@ -227,10 +227,8 @@ class Session(Trainer):
         self._run_s = 0.0
         self._began: float | None = None
         self.model.train()
-        if (found := checkpointing.check_all(claim.found, self.peers)) is not None:
-            checkpointing.load(self, found)
-        elif claim.resumes:
-            checkpointing.begin_anew(self)
+        if claim.resumes or exist == "resume":
+            checkpointing.go_on(self)
         self._watchdog: Watchdog | None = None
         self._ahead = 0  # steps that are there and will be asked for again, since the processes were started anew
         self._note_beginning()
@@ -313,12 +311,12 @@ class Session(Trainer):
             self._run_s, self._began = self.run_s, None
             try:
                 self.arrivals.drain(wait=True)
+                self.saving.finish()
             finally:
                 self._end(reason)
 
     def _end(self, reason: str) -> None:
         try:
-            self.saving.finish()
             self.records.flush()
             self.control.finish()
             self.journal.end(reason)

@@ -215,18 +215,14 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Claim(NamedTuple):
-    """A Claim is the folder that a run writes in, and the checkpoint that it goes on from.
-
-    resumes: it goes on from what is there, with or without a checkpoint.
-    """
+    """A Claim is the folder that a run writes in. resumes: it goes on from what is there, with or without a checkpoint."""
 
     folder: Path | None = None
-    found: checkpoints.Checkpoint | None = None
     resumes: bool = False
 
 
 def claim_folder(run_dir: str | Path | None, exist: str, restarted: bool = False) -> Claim:
-    """Make the folder to write in, and find the checkpoint to go on from if `exist` is "resume".
+    """Make the folder to write in and return it.
 
     restarted: a launcher has started the processes anew since one failed, so that "new" goes on with what they began.
     """
@@ -250,9 +246,7 @@ def claim_folder(run_dir: str | Path | None, exist: str, restarted: bool = False
     make_folder(path, "run directory")
     if path != wanted:
         print(f"surokit: {wanted} has content already, so this run is in {path}", file=sys.stderr, flush=True)
-    resumes = restarted or exist == "resume"
-    found = checkpoints.latest(path / "checkpoints") if resumes else None
-    return Claim(path, found, resumes)
+    return Claim(path, restarted or exist == "resume")
 
 
 def _newest_of(wanted: Path) -> Path:
@@ -278,8 +272,9 @@ def note_beginning(folder: Path, step: int) -> None:
     (folder / BEGAN).write_text(json.dumps({"step": step}))
 
 
-def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
-    """Return a Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one."""
+def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> nn.Module:
+    """Return a Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one unless `device`
+    is given."""
     from surokit.models.decoder import Decoder, DecoderConfig
 
     config = found.config()
@@ -290,7 +285,7 @@ def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
     model: nn.Module = Decoder(DecoderConfig.from_hf(config))
     dtypes = found.meta["dtypes"].values()
     dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
-    model.to(dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    model.to(dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.meta["recipe"]:
         convert.apply(model, Recipe.from_dict(found.meta["recipe"]))
     trainable = set(found.meta["trainable"])

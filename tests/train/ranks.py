@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import surokit as sk
 from surokit import convert
@@ -155,13 +156,13 @@ def train(case: Case, model: nn.Module, gradients: Callable[[int], float], full:
 # -- one of two processes
 
 
-def shard(model: nn.Module) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """As torch's guide has it: block by block, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def gathered(p: Tensor) -> Tensor:

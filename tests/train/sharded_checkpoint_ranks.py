@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import surokit as sk
 from surokit.train import AdamW, AdamW8bit, CheckpointError, Session, Spec
@@ -59,9 +60,10 @@ def _offload() -> Spec:
 
 CASES = {
     "bf16": Case(sk.BF16, Spec(AdamW, {"lr": 1e-3})),
-    "fp8": Case(sk.FP8, Spec(AdamW, {"lr": 1e-3, "state_dtype": torch.float32}), torch.bfloat16),
+    "fp8": Case(
+        sk.FP8, Spec(AdamW, {"lr": 1e-3, "state_dtype": torch.float32, "rounding": "stochastic"}), torch.bfloat16
+    ),
     "qfp4": Case(sk.QFP4.lora(rank=4), Spec(AdamW, {"lr": 1e-3})),
-    "stochastic": Case(sk.BF16, Spec(AdamW, {"lr": 1e-3, "rounding": "stochastic"}), torch.bfloat16),
     "8-bit": Case(sk.BF16, Spec(AdamW8bit, {"lr": 1e-3})),
     "offload": Case(sk.BF16, _offload()),
     "zenflow": Case(sk.BF16, _zenflow()),
@@ -177,6 +179,66 @@ def same(one: Result, other: Result) -> bool:
     return all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs)
 
 
+def to_write() -> dict[str, nn.Module]:
+    """Models whose folders are compared: plain weights, codes and scales, experts, an adapter."""
+    torch.manual_seed(3)
+    experts = sk.DecoderConfig(
+        layers=1, width=64, heads=2, kv_heads=1, vocab=65, ffn=48, experts=5, expert_ffn=128, qk_norm=True, tied=False
+    )
+    models: dict[str, nn.Module] = {"plain": sk.Decoder(CONFIG), "experts": sk.Decoder(experts)}
+    for name, recipe in (
+        ("codes of 8 bits", sk.BF16.store(sk.QFP8)),
+        ("codes of 4 bits", sk.BF16.store(sk.QFP4)),
+        ("experts of 8 bits", sk.BF16.store(sk.QFP8)),
+        ("adapted", sk.QFP8.lora(rank=4)),
+    ):
+        models[name] = sk.Decoder(experts if "experts" in name else CONFIG)
+        sk.apply(models[name], recipe)
+    return models
+
+
+def write(model: nn.Module, name: str, folder: Path) -> None:
+    if name == "adapted":
+        sk.save_adapter(model, folder / name)
+    else:
+        sk.save(model, folder / name, shard_gib=2e-5)  # several files
+
+
+def folders(runs: Path) -> Result:
+    for name, model in to_write().items():
+        shard(model)
+        write(model, name, runs / "folders")
+    (runs / "a file").touch()
+    try:
+        sk.save(sharded(CASES["bf16"]), runs / "a file")
+    except CheckpointError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+def hybrid(rank: int, runs: Path) -> Result:
+    """Two copies of a model in two shards each: what both have is written once. And a run that begins with a folder of rank 0."""
+    case, data, mesh = (
+        CASES["fp8"],
+        Data(rank, FIRST),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")),
+    )
+
+    def session(seed: int) -> Session:
+        model = make(case, seed)
+        shard(model, mesh)
+        run_dir = runs / "hybrid" if rank == 0 else None
+        return Session(model, data, optimizer=case.optimizer, schedule=None, run_dir=run_dir, exist="resume")
+
+    first = session(0)
+    first.run(1)
+    path = first.save()
+    again = session(1)
+    result = {"saved": state_of(first), "same": same(state_of(first), state_of(again)), "step": again.steps}
+    written = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    return result | {"written": written, "path": str(path)}
+
+
 def copies(rank: int, runs: Path) -> Result:
     """A model that every process holds as a whole, with dropout: rank 0 writes it, and each its own random states."""
     data = make_batches(3, seed=rank)
@@ -214,8 +276,11 @@ def main(rank: int, folder: Path, ranks: int, runs: Path) -> None:
         except Exception:
             found[name] = {"error": traceback.format_exc()}
             break
+    if ranks == FIRST:
+        found["hybrid"] = hybrid(rank, runs)
     if ranks == 2:
         found["copies"] = copies(rank, runs)
+        found["folders"] = folders(runs)
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import surokit as sk
+from surokit.cli import main
 from surokit.kernels.reference.adamw8bit import dequantize, quantize
 from surokit.train import CheckpointError, ResumeError, Session, checkpoint_files
 from surokit.train.sharded_files import DividedTensors
@@ -48,6 +50,8 @@ from tests.train.sharded_checkpoint_ranks import (
     notes,
     same,
     state_of,
+    to_write,
+    write,
 )
 from tests.train.toys import Toy, assert_same_state, make_batches, make_session
 
@@ -177,7 +181,8 @@ def test_losses_are_those_of_a_run_that_never_stopped(chain: Any, name: str) -> 
         math.fsum(result["losses"][i] for result in found_in(chain, ranks, name)) / ranks
         for ranks, i in ((FIRST, 0), (FIRST, 1), (2, 0), (1, 0), (3, 0))
     ]
-    assert found == pytest.approx(losses(session), rel=1e-3)
+    drawn = CASES[name].optimizer.options.get("rounding") == "stochastic"  # each shard draws bits of its own
+    assert found == pytest.approx(losses(session), rel=5e-3 if drawn else 1e-3)
 
 
 def test_what_is_not_as_it_was_is_said(chain: Any) -> None:
@@ -204,6 +209,58 @@ def test_rank_0_writes_a_model_that_all_hold(chain: Any) -> None:
         assert result["files"] == ["model.safetensors", "rank-00000.pt", "rank-00001.pt", "session.json", "state.pt"]
         assert result["same"]
     assert results[0]["losses"] != results[1]["losses"]
+
+
+def test_copies_of_a_shard_are_written_once(chain: Any) -> None:
+    """And as many processes as there were go on from the folder that rank 0 was given, with exist="resume"."""
+    results = found_in(chain, FIRST, "hybrid")
+    assert all(result["same"] and result["step"] == 1 for result in results)
+    assert same(results[0]["saved"], results[2]["saved"])
+    assert not same(results[0]["saved"], results[1]["saved"])
+    size = sum(t.nbytes for t in whole(results[:2], "saved").values())
+    assert size < results[0]["written"] < 1.5 * size  # torch.save's frame around each piece
+    session = Session.resume(results[0]["path"], make(CASES["fp8"], seed=7), data=Data())
+    loaded, saved = whole([{"now": state_of(session)}], "now"), whole(results[:2], "saved")
+    assert not [key for key, value in saved.items() if not torch.equal(value, loaded[key])]
+
+
+# -- folders for others
+
+
+def assert_same_folder(one: Path, other: Path) -> None:
+    """Byte for byte."""
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
+    assert names[0] == names[1]
+    assert not [name for name in names[0] if (one / name).read_bytes() != (other / name).read_bytes()]
+
+
+@pytest.mark.parametrize("name", to_write())
+def test_a_sharded_models_folder_is_that_of_a_whole_one(chain: Any, runs: Path, tmp_path: Path, name: str) -> None:
+    write(to_write()[name], name, tmp_path)
+    assert_same_folder(tmp_path / name, runs / "folders" / name)
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_all(chain: Any) -> None:
+    one, other = (result["refused"] for result in found_in(chain, 2, "folders"))
+    assert one == other
+    assert "a file is a file" in one
+
+
+@pytest.mark.parametrize("name", ["bf16", "qfp4"])
+def test_a_checkpoint_becomes_a_folder(
+    chain: Any, runs: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sharded one, and one that a single process wrote."""
+    for step in (SAVED, SAVED + 2):
+        path = runs / name / "checkpoints" / f"step-{step:06d}"
+        assert main(["export", str(path), str(tmp_path / f"out-{step}"), "--base", "somebody/base"]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / f'out-{step}'}\n"
+        model = Session.resume(path, make(CASES[name], seed=5), data=Data()).model
+        if name == "bf16":
+            sk.save(model, tmp_path / f"expected-{step}")
+        else:
+            sk.save_adapter(model, tmp_path / f"expected-{step}", base="somebody/base")
+        assert_same_folder(tmp_path / f"out-{step}", tmp_path / f"expected-{step}")
 
 
 # -- one process with a sharded model, and what can go wrong
