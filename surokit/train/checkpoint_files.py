@@ -9,7 +9,7 @@
 Where several processes train a sharded model, all of them write, and its tensors and the optimizer's are in other files:
 
         __0_0.distcp ...    the pieces that each process holds, and .metadata, as torch's distributed checkpoint has them
-        rank-00000.pt ...   each process's random states and position in its data
+        rank-00000.pt ...   each process's random states, delayed scales and position in its data
 
 A checkpoint is written beside its place under another name, flushed to the disk, and renamed, by the first process when all
 are done. A kill at any moment leaves either the old state of the folder or the new one; what is incomplete, or not as it was

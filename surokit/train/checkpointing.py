@@ -10,10 +10,10 @@ import copy
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -25,13 +25,14 @@ from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
 from surokit.optim.spec import spec_from_dict, spec_to_dict
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint_files as checkpoints
-from surokit.train.errors import CheckpointError, ResumeError
+from surokit.train.errors import ResumeError
 from surokit.train.measuring import Attachable, Meter, settings_of
 from surokit.train.peers import Peers, class_of, is_sharded_model
 from surokit.train.random_state import RandomState, seeded
 from surokit.train.resharding import (
     WholeTensors,
     divided_tensors,
+    fitting,
     load_model,
     load_optimizer,
     model_parts,
@@ -44,21 +45,21 @@ if TYPE_CHECKING:
     from surokit.train.session import Session
     from surokit.train.sharded_files import DividedTensors
 
-T = TypeVar("T")
-
 SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "save_async", "keep", "max_skipped")
 
 
 def content_of(session: Session, peers: Peers) -> checkpoints.Content:
     """Return what this process writes of the session as it is now, between two steps; the tensors are the session's own."""
     model, random, data = session.model, session.random.state.to_dict(), session.data.state_dict()
-    own = None if peers.group is None else {"random": random, "data": data, "fingerprint": session.data.fingerprint}
-    sharded = is_sharded_model(model)
+    sharded, scaling = is_sharded_model(model), convert.scaling_state(model)
+    own: dict[str, Any] | None = None
+    if peers.group is not None:
+        own = {"random": random, "data": data, "fingerprint": session.data.fingerprint, "scaling": scaling}
     if not sharded and not peers.is_first:
         return checkpoints.Content({}, {}, {}, {"step": session.steps}, own=own)
     config = getattr(model, "config", None)
     to_hf = getattr(config, "to_hf", None)
-    state = {"scaling": convert.scaling_state(model), "data": data}
+    state = {"scaling": scaling, "data": data}
     tensors: dict[str, Any]
     if sharded:
         tensors, tied = model_parts(model)
@@ -141,11 +142,13 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
         lost = _load_parts(session, found, state["optimizer"], peers)
     else:
         peers.together(lambda: checkpoints.load_model(found, session.model))
-        peers.together(lambda: _fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
-    peers.together(lambda: _fitting(lambda: convert.load_scaling_state(session.model, state["scaling"])))
+        peers.together(lambda: fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
+    if again and own:  # delayed scales of copies are each process's own
+        state |= {"scaling": own["scaling"], "data": own["data"]}
+    peers.together(lambda: fitting(lambda: convert.load_scaling_state(session.model, state["scaling"])))
     for group, own_options in zip(session.optimizer.param_groups, options):
         group.update(own_options)  # the options that this session was given count
-    session.data.load_state_dict(own["data"] if again and own else state["data"])
+    session.data.load_state_dict(state["data"])
     random = own.get("random") or (state.get("random") if peers.is_first else None)
     if random is not None:
         session.random.state = RandomState.from_dict(random, session.device)
@@ -196,18 +199,8 @@ def _load_parts(session: Session, found: checkpoints.Checkpoint, saved: Mapping[
         load_model(found, model, source, peers)
         params = parameters_by_name(optimizer, model)
         saved = peers.together(lambda: whole.with_state(saved, optimizer, params))
-    lost = _fitting(lambda: load_optimizer(optimizer, params, saved, source, peers))
+    lost = load_optimizer(optimizer, params, saved, source, peers)
     return set().union(*peers.now(lambda: peers.agree(lambda: lost)))
-
-
-def _fitting(work: Callable[[], T]) -> T:
-    """Do the work; what an optimizer or a recipe refuses of a state becomes a ResumeError."""
-    try:
-        return work()
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
 
 
 def _of_another_layout(before: int, now: int, lost: set[str]) -> str:

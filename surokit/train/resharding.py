@@ -9,9 +9,9 @@ anew, from the seed. A process that comes back as it was has all of it bit for b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +36,8 @@ from surokit.train.peers import Peers
 
 if TYPE_CHECKING:
     from surokit.train.sharded_files import DividedTensors
+
+T = TypeVar("T")
 
 OPTIM = "optim."  # before the names of what an optimizer keeps
 
@@ -241,12 +243,22 @@ def load_optimizer(
     states = {number: {**saved["state"][name], **plans[name].tensors()} for number, name in zip(numbers, params)}
     rest = {key: value for key, value in saved.items() if key != "tensors"}
     state_dict = {**rest, "state": {number: state for number, state in states.items() if state}}
-    peers.together(lambda: optimizer.load_state_dict(state_dict))
+    peers.together(lambda: fitting(lambda: optimizer.load_state_dict(state_dict)))
     return {lost for plan in plans.values() for lost in plan.lost}
 
 
+def fitting(work: Callable[[], T]) -> T:
+    """Do the work; what an optimizer or a recipe refuses of a state becomes a ResumeError."""
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
+
+
 class _Plan:
-    """Reads the tensors of one parameter's state: first `wanted` says what, and once that is filled `tensors` gives them."""
+    """A _Plan reads the tensors of one parameter's state: `wanted` says which, and once they are filled `tensors` gives them."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, name: str, p: Tensor, keys: Sequence[str], source: Source
@@ -283,6 +295,11 @@ class _Plan:
 
     def _want(self, key: str, source: Source) -> None:
         full, held = self._full(key), held_by(self._optimizer, self._p, key)
+        if full not in source:  # another optimizer's, which is the shard's own there
+            raise ResumeError(
+                f"{type(self._optimizer).__name__} did not write the checkpoint's {key} of {self._name}: resume with the optimizer "
+                "that did."
+            )
         whole = shape = source.shape(full)
         place = (0,) * len(whole)
         if isinstance(held, Rows):

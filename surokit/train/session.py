@@ -621,7 +621,7 @@ class Session(Trainer):
         CheckpointError where the disk does not take it: nothing is lost then, neither here nor on the disk. One that was not waited
         for fails with a warning and a note, and the next save() or the end of run() raises it.
         """
-        self.arrivals.drain(wait=True)
+        self.arrivals.drain(wait=wait)
         self.records.flush()
         return self.saving.save(wait)
 

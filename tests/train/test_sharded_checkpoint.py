@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 import surokit as sk
 from surokit.cli import main
 from surokit.kernels.reference.adamw8bit import dequantize, quantize
-from surokit.train import CheckpointError, ResumeError, Session, checkpoint_files
+from surokit.train import AdamW, AdamW8bit, CheckpointError, ResumeError, Session, checkpoint_files
 from surokit.train.sharded_files import DividedTensors
 from tests.clocks import PATIENCE_S, until
 from tests.processes import ROOT, found_by
@@ -440,6 +440,17 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path: Pat
     assert torch.equal(before, local(wide.get_parameter("hidden.weight")))
     with refused(ResumeError):
         Session.resume(tmp_path / "run", toy(1, True), data=make_batches(), optimizer=partial(torch.optim.SGD, lr=0.1))
+    wide = toy(0, True, width=64)
+    session = make_session(wide, run_dir=tmp_path / "8-bit", optimizer=AdamW8bit(lr=1e-2))
+    session.run(1)
+    path = session.save()
+    with refused(ResumeError):
+        Session.resume(path, toy(1, True, width=64), data=make_batches(), optimizer=AdamW(lr=1e-2))
+    session = make_session(toy(0, True, width=64), run_dir=tmp_path / "others", optimizer=AdamW(lr=1e-2))
+    session.run(1)
+    path = session.save()
+    with refused(ResumeError):
+        Session.resume(path, toy(1, True, width=64), data=make_batches(), optimizer=AdamW8bit(lr=1e-2))
 
 
 # -- in a thread
