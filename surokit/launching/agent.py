@@ -41,8 +41,7 @@ class _Agent(LocalElasticAgent):
 def run_processes(n: int, restarts: int, folder: Path, command: tuple[str, ...], failed: Failed) -> None:
     """Run `python *command` in `n` processes until all have ended, or one has failed once more often than `restarts`.
 
-    folder: for torchelastic's own files. failed: is told of each attempt in which one failed,
-    before the others are ended.
+    folder: for torchelastic's own files. failed: is told of each attempt in which one failed, before the next begins.
     """
     where = RendezvousParameters("c10d", "localhost:0", uuid.uuid4().hex, 1, 1, local_addr="localhost")
     handler = get_rendezvous_handler(where)

@@ -17,6 +17,7 @@ from surokit.launching.child import log_name
 
 _TIMEOUT = re.compile(r"^Timeout \(")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.M)
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)
 LAST = 10  # lines
 COLLECTIVES = ("torch/distributed/", "surokit/parallel/")
 
@@ -54,20 +55,28 @@ def failure_in(folder: Path, restarts: int, exits: Mapping[int, int]) -> Failure
     hung = [rank for rank, stack in stacks.items() if _TIMEOUT.match(stack)]
     if hung:
         return _hung(stacks, hung)
-    for rank, status in sorted(exits.items()):
-        if status < 0 and -status != signal.SIGTERM:
-            name = signal.Signals(-status).name
-            why = ", often for lack of memory" if name == "SIGKILL" else ""
-            return Failure(
-                rank, "killed", f"Rank {rank} was killed by {name}{why}.", _last_words(folder, restarts, rank)
-            )
+    killed = {rank: -status for rank, status in sorted(exits.items()) if status < 0 and -status != signal.SIGTERM}
+    for rank, number in killed.items():
+        if number == signal.SIGKILL:
+            line = f"Rank {rank} was killed by SIGKILL, often for lack of memory."
+            return Failure(rank, "killed", line, _last_words(folder, restarts, rank))
     errors = [json.loads(path.read_text()) for path in folder.glob(f"error-{restarts}-*.json")]
     if errors:
         first = min(errors, key=lambda words: words["at"])
         line = f"Rank {first['rank']} failed with {first['type']}: {first['message']}"
         return Failure(first["rank"], "failed", line, first["traceback"].rstrip())
+    for rank, number in killed.items():  # after errors: a process may break off because another has failed
+        line = f"Rank {rank} was killed by {_name_of(number)}."
+        return Failure(rank, "killed", line, _last_words(folder, restarts, rank))
     rank, status = min(exits.items(), default=(0, 1))
     return Failure(rank, "ended", f"Rank {rank} ended with status {status} and said nothing.")
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of a real-time signal
+        return f"signal {number}"
 
 
 def _last_words(folder: Path, restarts: int, rank: int) -> str:
@@ -79,7 +88,8 @@ def _last_words(folder: Path, restarts: int, rank: int) -> str:
 
 
 def _hung(stacks: Mapping[int, str], hung: list[int]) -> Failure:
-    inner = {rank: _FRAME.findall(stack) for rank, stack in stacks.items()}
+    # of each the main thread, which is the last that is written
+    inner = {rank: _FRAME.findall(_THREAD.split(stack)[-1]) for rank, stack in sorted(stacks.items())}
     outside = [
         rank for rank, frames in inner.items() if not any(part in frame[0] for frame in frames for part in COLLECTIVES)
     ]

@@ -107,17 +107,18 @@ class Columns:
         g = local([self.p.grad])[0]
         return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
 
+    def _shape(self, t: Tensor) -> tuple[int, int]:
+        if not self.splits:
+            return t.numel(), 1
+        # of three dimensions a long last one is that of experts' matrices, a short one a convolution's kernel
+        rows = 2 if t.ndim == 3 and t.shape[2] >= STACK_FROM else 1
+        return math.prod(t.shape[:rows]), math.prod(t.shape[rows:])
+
     @property
     def row_dims(self) -> int:
-        """Return how many of the parameter's dimensions are its rows; all of one that is hot as a whole."""
-        if not self.splits:
-            return self.p.ndim
-        # of three dimensions a long last one is that of experts' matrices, a short one a convolution's kernel
-        return 2 if self.p.ndim == 3 and self.p.shape[2] >= STACK_FROM else 1
-
-    def _shape(self, t: Tensor) -> tuple[int, int]:
-        rows = self.row_dims
-        return math.prod(t.shape[:rows]), math.prod(t.shape[rows:])
+        """Return how many of the parameter's first dimensions are its rows; all of one that is hot as a whole."""
+        rows, dims = self._shape(self.p)[0], range(1, self.p.ndim)
+        return next((n for n in dims if math.prod(self.p.shape[:n]) == rows), self.p.ndim)
 
     @property
     def divided(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
@@ -90,11 +90,10 @@ class Processes:
 ALONE = Processes(Parallel(1, 1))
 
 
-def join(parallel: Parallel | None, model: nn.Module | None = None) -> Processes:
+def join(parallel: Parallel | None) -> Processes:
     """Return the processes that train together by `parallel`, which wait for each other here; a single one without it.
 
-    The process group is made where none is: NCCL and gloo on GPUs, gloo on CPUs. model: one on the CPU stays there where no
-    launcher chose a GPU for this process.
+    The process group is made where none is: NCCL and gloo on GPUs, gloo on CPUs and where processes share a GPU.
     """
     if parallel is None:
         return ALONE
@@ -136,7 +135,8 @@ def _device(local: int) -> torch.device:
 
 
 def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_here().world))
+    """Return how many processes the launcher started on this machine; 0 where it does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0))
 
 
 @cache

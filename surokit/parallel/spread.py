@@ -24,7 +24,7 @@ from surokit.blocks import blocks_of
 from surokit.nn.delayed import amaxes_of, banks_of
 from surokit.optim.tensors import is_sharded
 from surokit.parallel.layout import Parallel
-from surokit.parallel.processes import Processes, join
+from surokit.parallel.processes import ALONE, Processes, join
 
 Reduce = Literal["mean", "sum"]
 
@@ -66,8 +66,9 @@ def spread(model: nn.Module, processes: Processes, reduce: Reduce) -> Spread:
     if any(is_sharded(p) for p in model.parameters()) and processes.are_several:
         raise ValueError("The model is divided among processes already: give the whole one, or leave out parallel=.")
     deferred = is_deferred(model)
-    if processes.are_several and not deferred:
+    if not deferred and processes is not ALONE:
         model.to(processes.device)
+    if processes.are_several and not deferred:
         _send_first(model)
     if processes.layout.is_sharded:
         _shard(model, processes, reduce)

@@ -5,7 +5,7 @@
     save     the run writes a checkpoint
 
 The folder of a launch is looked at as well, by the first of its processes: what it asks is asked of every run of the launch, so a
-stop stays there. A disk that does not answer asks for nothing. A file that cannot be removed is somebody else's, and is heard once.
+stop stays there. An error in reading counts as no request. A file that cannot be removed counts once.
 """
 
 from __future__ import annotations

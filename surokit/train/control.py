@@ -98,7 +98,9 @@ class Control(RunControl):
         reason: what subscribers and run.json are told, "stopped: " and who asked or why; the first one that is given holds.
         """
         super().stop(reason)
-        if not self.is_idle:
+        if (
+            not self.is_idle and self._exchange is None
+        ):  # the others would wait for this process in the step's collectives
             self.compilation.give_up()
 
     def pause(self) -> None:
@@ -215,8 +217,10 @@ class Control(RunControl):
         return wait and not stop
 
     def settle(self) -> None:
-        """Do what was asked while the last step was computed, on every process; not after an error, since others go on then."""
+        """Do what was asked until the last step's end, on every process; not after an error, since others go on then."""
         if self._exchange is not None:
+            self._obey()
+            self._exchange.send(self._wishes())
             self._obey()
 
     def finish(self) -> None:
@@ -235,13 +239,14 @@ class Control(RunControl):
 
     def _rests(self) -> bool:
         with self._lock:
-            if not (self._asked or self._save_asked):
+            if not (self._asked or (self._save_asked and self._exchange is None)):  # one process alone saves nothing
                 super().end()
             return self.is_idle
 
     def _look(self) -> None:
         super()._look()
         self._session.journal.beat()
+        self._session.beat()  # a pause is no hang
 
     def _wait(self) -> None:
         self._session.arrivals.drain(wait=True)  # so that the device rests, and panels show where it does

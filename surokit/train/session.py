@@ -166,7 +166,7 @@ class Session(Trainer):
         check_alone(model, parallel)
         self.parallel, self.processes = parallel, join(parallel)
         self.model = model
-        if self.processes.are_several and not is_deferred(model):
+        if parallel is not None and not is_deferred(model):
             model.to(self.processes.device)
         self.device = self.processes.device if parallel is not None and is_deferred(model) else device_of(model)
         self.accumulate, self.clip, self.schedule, self.seed = accumulate, clip, schedule, seed
@@ -184,7 +184,7 @@ class Session(Trainer):
         self.vocabulary = Vocabulary.of(model)
         check_vocabulary(data, self.vocabulary.size)
         claim = self.processes.first_does(partial(claim_folder, run_dir, exist, rank_here().restarts > 0))
-        self.run_dir = claim.folder
+        self.run_dir, self._claimed = claim.folder, claim.order
         self.report = None
         if recipe is not None and recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
@@ -258,12 +258,17 @@ class Session(Trainer):
         thread: True trains in another thread and returns a Running at once; `await` it, or call its wait(). Meanwhile evaluate(),
         save(), sample(), fork() and summary() happen between two steps. None takes what live(thread=...) said, else False.
 
-        RuntimeError where a run of this session goes on.
+        RuntimeError where a run of this session goes on, and for thread=True on several processes.
         """
         steps = planned_steps(steps, minutes, self.schedule, self.steps - self._ahead)
         if steps is not None:
             steps, self._ahead = max(0, steps - self._ahead), max(0, self._ahead - steps)
         thread = self._thread if thread is None else thread
+        if thread and self.processes.are_several:
+            raise RuntimeError(
+                "A session on several processes trains in the thread that calls run(): leave thread=True out, and give it to "
+                "surokit.launch where buttons shall work."
+            )
         if not thread:
             self.control.begin()
             self._run(steps, minutes, shared=threading.current_thread() is not threading.main_thread())
@@ -296,8 +301,8 @@ class Session(Trainer):
                     except GivenUp:  # a stop that did not wait for the compiler
                         reason = self.control.reason
                         break
-                self.control.settle()
                 self.arrivals.drain(wait=True)
+                self.control.settle()
                 if self.save_every and self.steps and self.saving.saved_at != self.steps:
                     self.save()
                 self.saving.wait()
@@ -662,7 +667,10 @@ class Session(Trainer):
             session.run_dir = found.path.parent.parent
             session.records.path = session.own_folder / "records.jsonl" if session.own_folder else None
         session.save_every = save_every if session.run_dir or not peers.is_first else None
-        checkpointing.load(session, found)
+        if not (
+            rank_here().restarts and session.steps
+        ):  # else it has gone on from what its processes saved before one failed
+            checkpointing.load(session, found)
         session._note_beginning()
         return session
 
@@ -728,7 +736,7 @@ class Session(Trainer):
                 again = f"{self.redone_s:.1f} s of work are done again"
                 self.note(f"{why_restarted()} The run goes on from step {self.steps}; {again}.")
         elif self.processes.is_first and rank_here().may_restart:
-            note_beginning(self.run_dir, self.steps)
+            note_beginning(self.run_dir, self.steps, self._claimed)
 
     @property
     def own_folder(self) -> Path | None:

@@ -6,8 +6,10 @@ Every refusal of a setting is here, so that the session itself only trains.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,16 +217,24 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Claim(NamedTuple):
-    """A Claim is the folder that a run writes in. resumes: it goes on from what is there, with or without a checkpoint."""
+    """A Claim is the folder that a run writes in.
+
+    resumes: it goes on from what is there, with or without a checkpoint. order: number of the claim in this process.
+    """
 
     folder: Path | None = None
     resumes: bool = False
+    order: int = 0
+
+
+_orders = itertools.count()
 
 
 def claim_folder(run_dir: str | Path | None, exist: str, restarted: bool = False) -> Claim:
     """Make the folder to write in and return it.
 
-    restarted: a launcher has started the processes anew since one failed, so that "new" goes on with what they began.
+    restarted: a launcher has started the processes anew since one failed, so that "new" goes on in the folder that they claimed
+    with the claim of the same order.
     """
     if exist not in ("new", "resume", "error"):
         raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
@@ -233,9 +243,10 @@ def claim_folder(run_dir: str | Path | None, exist: str, restarted: bool = False
     wanted = path = Path(run_dir)
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"The run directory {path} is a file: choose another name.")
-    restarted = restarted and exist == "new"
-    if restarted:
-        wanted = path = _newest_of(wanted)
+    order = next(_orders)
+    earlier = _claimed_before(wanted, order) if restarted and exist == "new" else None
+    if restarted := earlier is not None:
+        wanted = path = earlier
     used = path.is_dir() and any(path.iterdir())
     if used and exist == "error":
         raise FileExistsError(f"The run directory {path} has content: choose another, or exist='new' or 'resume'.")
@@ -246,30 +257,42 @@ def claim_folder(run_dir: str | Path | None, exist: str, restarted: bool = False
     make_folder(path, "run directory")
     if path != wanted:
         print(f"surokit: {wanted} has content already, so this run is in {path}", file=sys.stderr, flush=True)
-    return Claim(path, restarted or exist == "resume")
+    return Claim(path, restarted or exist == "resume", order)
 
 
-def _newest_of(wanted: Path) -> Path:
-    """Return the last of the folders that runs of this name were given: the one of the processes that have failed."""
+def _claimed_before(wanted: Path, order: int) -> Path | None:
+    """Return the folder that this launch claimed under the name, with the claim of this order, before a process failed."""
     path, number = wanted, 2
-    while (following := wanted.with_name(f"{wanted.name}-{number}")).exists():
-        path, number = following, number + 1
-    return path
+    while path.exists():
+        if _beginning(path).get("claim") == [_launch_id(), order]:
+            return path
+        path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
+    return None
+
+
+def _launch_id() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _beginning(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads((folder / BEGAN).read_text()))
+    return {}
 
 
 BEGAN = "began.json"
 
 
 def began_in(folder: Path) -> int | None:
-    """Return the step at which the run in `folder` began when its processes were started first; None where nobody noted it."""
-    with suppress(OSError, ValueError, KeyError):
-        return int(json.loads((folder / BEGAN).read_text())["step"])
-    return None
+    """Return the step at which the run in `folder` began when this launch started its processes first; None where nobody noted
+    it."""
+    found = _beginning(folder)
+    return int(found["step"]) if found.get("claim", [""])[0] == _launch_id() and "step" in found else None
 
 
-def note_beginning(folder: Path, step: int) -> None:
+def note_beginning(folder: Path, step: int, order: int) -> None:
     """Write down at which step a run began, for when its processes are started anew."""
-    (folder / BEGAN).write_text(json.dumps({"step": step}))
+    (folder / BEGAN).write_text(json.dumps({"step": step, "claim": [_launch_id(), order]}))
 
 
 def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> nn.Module:

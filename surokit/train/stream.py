@@ -1,7 +1,7 @@
 """A stream gives the batches that a session trains on, without end, with a position that survives a restart.
 
-Several processes that train together read the same source, and each keeps every so many-th batch: together they take what one
-process with as many times the accumulation takes, from the same position on any number of them.
+Several processes that train together read the same source, and rank r of N keeps the batches r, r + N, r + 2N ...: together they
+take what one process with as many times the accumulation takes, from the same position on any number of them.
 
 A position is (epoch, batches taken in it). Sources that have state_dict() / load_state_dict() keep it themselves; any
 other re-iterable is started again with the random state that its epoch began with and moved forward batch by batch, which

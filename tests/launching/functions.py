@@ -81,6 +81,33 @@ def trains(
     return {"steps": session.steps, "losses": [r.loss for r in session.records], "seconds": session.redone_s}
 
 
+def begins_late(folder: Path) -> tuple[str, int]:
+    """Fails the first time, before it makes its session."""
+    if rank_here().restarts == 0:
+        raise FileNotFoundError("the data is not there yet")
+    session = session_in(folder)
+    session.run(3)
+    assert session.run_dir is not None
+    return session.run_dir.name, session.steps
+
+
+def pauses(folder: Path) -> int:
+    """Waits for longer than a step may take."""
+    session = session_in(folder)
+
+    class Pauses:
+        def on_step(self, record: Any) -> None:
+            if record.step == 2:
+                session.control.pause()
+                threading.Timer(3.0, session.control.resume).start()
+
+        def on_end(self, reason: str) -> None: ...
+
+    session.subscribe(Pauses())
+    session.run(4)
+    return session.steps
+
+
 def waits_for_stop(folder: Path) -> tuple[int, str]:
     """Trains until somebody asks for an end."""
     session = session_in(folder)

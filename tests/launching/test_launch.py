@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _thread
 import gc
+import json
 import random
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 import surokit as sk
 from surokit import cli
+from surokit.launching.outcome import failure_in
 from surokit.runs.status import read_status
 from tests.clocks import until
 from tests.launching import functions
@@ -163,6 +166,25 @@ def test_a_script_is_launched_from_the_shell(tmp_path: Path, capfd: pytest.Captu
     assert "Rank 0 failed with SystemExit: 3" in capfd.readouterr().err
     assert cli.main(["launch", str(tmp_path / "none.py")]) == 2
     gc.collect()
+
+
+def test_a_launch_goes_on_in_folders_of_its_own_only(tmp_path: Path) -> None:
+    """A process that fails before it has claimed a folder finds an older run of that name there."""
+    assert sk.launch(functions.begins_late, tmp_path, gpus=1, restarts=1) == ("run", 3)
+    assert sk.launch(functions.begins_late, tmp_path, gpus=1, restarts=1) == ("run-2", 3)
+
+
+def test_a_pause_is_no_hang(tmp_path: Path) -> None:
+    assert sk.launch(functions.pauses, tmp_path, gpus=1, hang_s=1.5) == 4
+
+
+def test_a_process_that_breaks_off_because_another_failed_is_not_the_first(tmp_path: Path) -> None:
+    words = {"rank": 1, "at": 5.0, "type": "ValueError", "message": "bad", "traceback": "..."}
+    (tmp_path / "error-0-1.json").write_text(json.dumps(words))
+    assert failure_in(tmp_path, 0, {0: -signal.SIGABRT, 1: 1}).line == "Rank 1 failed with ValueError: bad"
+    assert failure_in(tmp_path, 0, {0: -signal.SIGKILL, 1: 1}).line.startswith("Rank 0 was killed by SIGKILL")
+    assert failure_in(tmp_path, 1, {0: -signal.SIGABRT}).line == "Rank 0 was killed by SIGABRT."
+    assert failure_in(tmp_path, 1, {0: -35}).line == "Rank 0 was killed by signal 35."
 
 
 @pytest.mark.soak

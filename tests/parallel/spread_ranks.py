@@ -273,6 +273,16 @@ def is_asked(folder: Path) -> dict[str, Any]:
     found["after no minutes"] = session.steps
     found["folder"] = session.run_dir.name
     dist.barrier()
+    last = sk.Session(Toy(), make_batches(), parallel=LAYOUTS["copies"], schedule=None, run_dir=folder / "last")
+
+    class AtLast(Asks):
+        def on_step(self, record: Any) -> None:
+            if rank == 2 and record.step == 3:
+                last.control.save()
+
+    last.subscribe(AtLast())
+    last.run(3)
+    found["saved last"] = (folder / "last" / "checkpoints" / "step-000003").is_dir()
     other = sk.Session(Toy(), make_batches(), parallel=LAYOUTS["copies"], run_dir=folder / "asked")
     assert other.run_dir is not None
     found["second folder"] = other.run_dir.name

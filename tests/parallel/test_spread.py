@@ -192,6 +192,7 @@ def test_any_process_can_be_asked_to_save_and_to_stop(ranks: Any) -> None:
     assert 6 <= found[0]["steps"] <= 9
     assert all(result["reasons"][0] == "stopped: by the second" for result in found)
     assert len(found[0]["saved"]) == 2
+    assert all(result["saved last"] for result in found)
     assert found[0]["saved"][0] < f"step-{found[0]['steps']:06d}"
 
 
