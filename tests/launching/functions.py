@@ -91,23 +91,6 @@ def begins_late(folder: Path) -> tuple[str, int]:
     return session.run_dir.name, session.steps
 
 
-def pauses(folder: Path) -> int:
-    """Waits for longer than a step may take."""
-    session = session_in(folder)
-
-    class Pauses:
-        def on_step(self, record: Any) -> None:
-            if record.step == 2:
-                session.control.pause()
-                threading.Timer(3.0, session.control.resume).start()
-
-        def on_end(self, reason: str) -> None: ...
-
-    session.subscribe(Pauses())
-    session.run(4)
-    return session.steps
-
-
 def waits_for_stop(folder: Path) -> tuple[int, str]:
     """Trains until somebody asks for an end."""
     session = session_in(folder)

@@ -20,7 +20,7 @@ from surokit.runs.status import read_status
 from tests.clocks import until
 from tests.launching import functions
 from tests.refusals import refused
-from tests.train.toys import Toy, make_batches
+from tests.train.toys import Toy, make_batches, make_session
 
 
 def test_a_function_of_ones_own_gives_back_what_the_first_process_returns(capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,8 +174,28 @@ def test_a_launch_goes_on_in_folders_of_its_own_only(tmp_path: Path) -> None:
     assert sk.launch(functions.begins_late, tmp_path, gpus=1, restarts=1) == ("run-2", 3)
 
 
-def test_a_pause_is_no_hang(tmp_path: Path) -> None:
-    assert sk.launch(functions.pauses, tmp_path, gpus=1, hang_s=1.5) == 4
+def test_a_pause_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog of a launch hears from a run that waits, until it goes on."""
+    beats: list[str] = []
+
+    def beat(session: sk.Session) -> None:
+        beats.append(session.control.state)
+        if beats.count("paused") == 3:
+            session.control.resume()
+
+    class Pauses:
+        def on_step(self, record: Any) -> None:
+            if record.step == 2:
+                session.control.pause()
+
+        def on_end(self, reason: str) -> None: ...
+
+    monkeypatch.setattr(sk.Session, "beat", beat)
+    session = make_session()
+    session.subscribe(Pauses())
+    session.run(4)
+    assert beats.count("paused") >= 3
+    assert session.steps == 4
 
 
 def test_a_process_that_breaks_off_because_another_failed_is_not_the_first(tmp_path: Path) -> None:
