@@ -188,14 +188,7 @@ class Control(RunControl):
 
     def _obey(self) -> str:
         """Do what any process was asked for when `_wishes` were sent; return why the run shall end."""
-        assert self._exchange is not None
-        said = self._exchange.take()
-        if said is None:
-            return ""
-        stop, wait, save = said.amax(0).bool().tolist()
-        if save:
-            self._save_asked = False
-            self._save()
+        stop, wait = self._heard()
         if stop:
             reasons = self._session.processes.gather(self._reason)
             self._reason = next(filter(None, reasons))
@@ -208,13 +201,20 @@ class Control(RunControl):
         if self._exchange is None:
             return super()._pause_wanted()
         self._exchange.send(self._wishes())
+        stop, wait = self._heard()
+        return wait and not stop
+
+    def _heard(self) -> tuple[bool, bool]:
+        """Save if any process was asked to when `_wishes` were sent; return whether any was asked to stop, and to wait."""
+        assert self._exchange is not None
         said = self._exchange.take()
-        assert said is not None
+        if said is None:
+            return False, False
         stop, wait, save = said.amax(0).bool().tolist()
         if save:
             self._save_asked = False
             self._save()
-        return wait and not stop
+        return stop, wait
 
     def settle(self) -> None:
         """Do what was asked until the last step's end, on every process; not after an error, since others go on then."""
