@@ -6,7 +6,7 @@ processes of a launch and whoever started them can see.
 
     stop, pause, save   ask this of the run, as in its own folder (runs/requests.py)
     live.json           a rank wants a panel where the launch was asked for: {"run_dir": ...}
-    restarts.jsonl      a line for each time that all processes were started anew: {"at", "rank", "kind", "why"}
+    restarts.jsonl      a line for each time that all processes were started anew: {"at", "rank", "kind", "why", "seconds"}
     stack-RANK.txt      the stack of every thread of a rank that hung
 """
 

@@ -18,30 +18,40 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 LOOK_S = 0.1  # between two looks at the processes
-Failed = Callable[
-    [int, Mapping[int, int]], None
-]  # number of the attempt from 0, exit status of the ranks that have ended
+SAME_S = 5  # torchelastic ends the others with SIGTERM at once, and with SIGKILL after 30 s
+# number of the attempt from 0; and the exit status of ranks, in the order in which they were seen to end
+Starts = Callable[[int], None]
+Failed = Callable[[int, Mapping[int, int]], None]
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _ELASTIC, _EVENTS = "torch.distributed.elastic", "torchelastic-events-null"
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, failed: Failed) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, starts: Starts, failed: Failed) -> None:
         super().__init__(spec=spec, logs_specs=logs)
-        self._failed, self._attempt = failed, 0
+        self._starts, self._failed, self._attempt = starts, failed, 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._starts(self._attempt)
+        return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if result.failures:
-            self._failed(self._attempt, {rank: failure.exitcode for rank, failure in result.failures.items()})
+        if failures := result.failures:
+            first = min(failure.timestamp for failure in failures.values())
+            own = {rank: one.exitcode for rank, one in failures.items() if one.timestamp <= first + SAME_S}
+            self._failed(self._attempt, own)
             self._attempt += 1
         return result
 
 
-def run_processes(n: int, restarts: int, folder: Path, command: tuple[str, ...], failed: Failed) -> None:
+def run_processes(
+    n: int, restarts: int, folder: Path, command: tuple[str, ...], starts: Starts, failed: Failed
+) -> None:
     """Run `python *command` in `n` processes until all have ended, or one has failed once more often than `restarts`.
 
-    folder: for torchelastic's own files. failed: is told of each attempt in which one failed, before the next begins.
+    folder: for torchelastic's own files. starts: is told of each attempt before its processes are started. failed: is told of
+    each in which one failed, before the next begins; what it raises ends all.
     """
     where = RendezvousParameters("c10d", "localhost:0", uuid.uuid4().hex, 1, 1, local_addr="localhost")
     handler = get_rendezvous_handler(where)
@@ -56,7 +66,7 @@ def run_processes(n: int, restarts: int, folder: Path, command: tuple[str, ...],
         local_addr="localhost",
     )
     with _quiet(), _own_store():
-        agent: Any = _Agent(spec, DefaultLogsSpecs(log_dir=str(folder)), failed)
+        agent: Any = _Agent(spec, DefaultLogsSpecs(log_dir=str(folder)), starts, failed)
         try:
             agent.run()
         finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -37,7 +39,8 @@ def _parts(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
     if code is None:
         return
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        yield name, cell.cell_contents
+        with suppress(ValueError):  # an empty cell: the name has no value yet
+            yield name, cell.cell_contents
     for name in code.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]
@@ -47,6 +50,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if getattr(value, "is_cuda", False) is True:  # each process would put a copy on that GPU
             raise TypeError("a tensor on a GPU")
+        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):  # it would be read to its end
+            raise TypeError("an open file")
         return super().reducer_override(value)
 
 

@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     os.environ |= {FOLDER: str(folder), **settings["environment"]}
     if settings["hang_s"]:
         os.environ[HANG_S] = str(settings["hang_s"])
-    _die_with_the_launcher()
+    _die_with(settings["launcher"])
     here = rank_here()
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -105,10 +105,12 @@ def _take_gpu() -> None:
         torch.cuda.set_device(rank_here().local % torch.cuda.device_count())
 
 
-def _die_with_the_launcher() -> None:
+def _die_with(launcher: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:  # it has ended before this could be said
+        os._exit(1)
 
 
 def write_whole(path: Path, data: bytes) -> None:

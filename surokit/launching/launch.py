@@ -6,6 +6,7 @@ not matter what this one has done with its GPU. A folder of the launch is all th
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -16,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from surokit.launching.call import loaded, packed
 from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE, write_whole
@@ -40,17 +42,24 @@ class Launch:
     """
 
     def __init__(self, processes: int, restarts: int, hang_s: float | None, shown: Shown, show: bool = True) -> None:
+        if hang_s is not None and not hang_s > 0:
+            raise ValueError(f"launch(hang_s={hang_s!r}): seconds, more than 0, or None to wait for ever.")
+        if shown not in get_args(Shown):
+            raise ValueError(f'launch(output={shown!r}): "all" or "first".')
         self.restarts: list[Failure] = []
         self._n, self._max, self._hang_s = processes, restarts, hang_s
         self._folder = Path(tempfile.mkdtemp(prefix="surokit-launch-"))
         self._output = Output(self._folder, shown)
         self._show = show
         self._news: list[str] = []
+        self._value: Any = None
         self._error: BaseException | None = None
         self._failure: Failure | None = None
-        self._asked = 0
+        self._asked = self._killed = False
+        self._failed_at = 0.0
         self._panel: Watch | None = None
         self._panel_of = ""
+        self._over = threading.Event()  # an interrupted Thread.join() takes the thread for ended (CPython 3.11)
         self._thread = threading.Thread(target=self._run, name="surokit-launch", daemon=True)
 
     def start(
@@ -64,6 +73,7 @@ class Launch:
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name need not be known to it
         settings = {
+            "launcher": os.getpid(),
             "hang_s": self._hang_s,
             "environment": {name: value for name, value in environment.items() if name not in os.environ},
             "path": sys.path,
@@ -71,6 +81,7 @@ class Launch:
             "is_module": is_module,
         }
         write_whole(self._folder / SETTINGS, json.dumps(settings).encode())
+        atexit.register(self.kill)  # a program that ends without waiting
         self._thread.start()
 
     # -- in the thread of the agent
@@ -80,19 +91,30 @@ class Launch:
             from surokit.launching.agent import run_processes
 
             command = ("-m", "surokit.launching.child", str(self._folder))
-            run_processes(self._n, self._max, self._folder, command, self._failed)
+            run_processes(self._n, self._max, self._folder, command, self._starts, self._failed)
         except BaseException as error:
             self._error = error
+        finally:
+            self._over.set()
+
+    def _starts(self, attempt: int) -> None:
+        """Write down why processes are started anew, before they are: they read it."""
+        if not attempt:
+            return
+        failure = self.restarts[-1] = replace(self.restarts[-1], seconds=time.monotonic() - self._failed_at)
+        line = {"at": time.time(), "rank": failure.rank, "kind": failure.kind, "why": failure.line}
+        with (self._folder / RESTARTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, "seconds": round(failure.seconds, 3)}) + "\n")
 
     def _failed(self, attempt: int, exits: Mapping[int, int]) -> None:
+        if self._killed:
+            raise RuntimeError("The launch was ended.")  # so that nothing is started anew
         failure = failure_in(self._folder, attempt, exits)
-        if attempt >= self._max or self._asked > 1:
+        if attempt >= self._max:
             self._failure = failure
             return
+        self._failed_at = time.monotonic()
         self.restarts.append(failure)
-        line = {"at": time.time(), "rank": failure.rank, "kind": failure.kind, "why": failure.line}
-        with (self._folder / RESTARTS).open("a") as file:
-            file.write(json.dumps(line) + "\n")
         for path in self._folder.glob("stack-*.txt"):
             path.unlink()
         self._news.append(f"surokit: {failure.line} All start anew ({attempt + 1} of {self._max}).")
@@ -102,23 +124,22 @@ class Launch:
     def wait(self) -> Any:
         """Wait until all processes have ended; return what the first one returned.
 
-        A first interrupt asks the runs in them to save and end, and goes on waiting; a second one ends them at once.
+        A first interrupt asks the runs in them to save and end, and goes on waiting; a second one, or one after stop(), ends them
+        at once.
         """
-        while True:
-            try:
-                self._thread.join(LOOK_S)
-                self._look()
-                if not self._thread.is_alive():
-                    return self._end()
-            except KeyboardInterrupt:
-                if self._asked:
-                    self.kill()
-                    raise
-                print(
-                    "surokit: waiting for the processes to save and end; a second interrupt ends them at once",
-                    file=sys.stderr,
-                )
-                self.stop("interrupted")
+        try:
+            while not self._over.is_set():
+                try:
+                    self._over.wait(LOOK_S)
+                    self._look()
+                except KeyboardInterrupt:
+                    if self._asked:
+                        raise
+                    self._let_end()
+        except BaseException:
+            self.kill()
+            raise
+        return self._end()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()
@@ -126,37 +147,58 @@ class Launch:
     async def _awaited(self) -> Any:
         import asyncio
 
-        while self._thread.is_alive():
-            self._look()
-            await asyncio.sleep(LOOK_S)
+        try:
+            while not self._over.is_set():
+                try:
+                    self._look()
+                    await asyncio.sleep(LOOK_S)
+                except asyncio.CancelledError:  # a notebook's interrupt
+                    if self._asked:
+                        raise
+                    task = asyncio.current_task()
+                    if task is not None:
+                        task.uncancel()
+                    self._let_end()
+        except BaseException:
+            self.kill()
+            raise
         return self._end()
+
+    def _let_end(self) -> None:
+        print(
+            "surokit: waiting for the processes to save and end; a second interrupt ends them at once", file=sys.stderr
+        )
+        self.stop("interrupted")
 
     def stop(self, reason: str = "stopped") -> None:
         """Ask the runs in all processes to save and end after their step."""
-        self._asked += 1
-        write_whole(self._folder / STOP, reason.encode())
+        self._asked = True
+        with suppress(FileNotFoundError):  # they have ended
+            write_whole(self._folder / STOP, reason.encode())
 
     def kill(self) -> None:
-        """End all processes at once; what was not saved is lost."""
-        self._asked = 2
-        (self._folder / ENDED).touch()
+        """End all processes, and those that they have started, at once; what was not saved is lost."""
+        self._asked = self._killed = True
+        with suppress(FileNotFoundError):
+            (self._folder / ENDED).touch()
         deadline = time.monotonic() + 30
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        while self.goes_on and time.monotonic() < deadline:
             for path in self._folder.glob("pid-*"):
-                with suppress(OSError, ValueError):
-                    os.kill(int(path.read_text()), signal.SIGKILL)
-            self._thread.join(LOOK_S)
+                with suppress(OSError, ValueError):  # torchelastic has made each the leader of a group
+                    os.killpg(int(path.read_text()), signal.SIGKILL)
+            self._over.wait(LOOK_S)
         self._close()
+        atexit.unregister(self.kill)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def was_stopped(self) -> bool:
         """Return whether somebody asked for an end, with stop() or an interrupt."""
-        return self._asked > 0
+        return self._asked
 
     @property
     def goes_on(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.ident is not None and not self._over.is_set()
 
     def _look(self, end: bool = False) -> None:
         self._output.pump(end)
@@ -181,21 +223,24 @@ class Launch:
             self._panel = None
 
     def _end(self) -> Any:
-        self._look(end=True)
-        self._close()
-        keep = False
-        try:
-            if self._failure is not None:
-                keep = self._failure.kind == "hung"
-                after = f" The stacks of all are in {self._folder}." if keep else ""
-                raise self._failure.error(after)
-            if self._error is not None:
-                raise self._error
-            value = self._folder / VALUE
-            return loaded(value.read_bytes()) if value.exists() else None
-        finally:
-            if not keep:
-                shutil.rmtree(self._folder, ignore_errors=True)
+        if self._killed:
+            raise RuntimeError("The launch was ended by kill() or an interrupt, so it has no value: launch it again.")
+        hung = self._failure is not None and self._failure.kind == "hung"
+        if self._folder.exists():
+            try:
+                self._look(end=True)
+                self._close()
+                if (self._folder / VALUE).exists():
+                    self._value = loaded((self._folder / VALUE).read_bytes())
+            finally:
+                atexit.unregister(self.kill)
+                if not hung:
+                    shutil.rmtree(self._folder, ignore_errors=True)
+        if self._failure is not None:
+            raise self._failure.error(f" The stacks of all are in {self._folder}." if hung else "")
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 def launch(
@@ -229,11 +274,10 @@ def launch(
     n = processes_for(gpus, restarts)
     running = Launch(n, restarts, hang_s, output)
     try:
-        call = packed(train, args, kwargs)
+        running.start(packed(train, args, kwargs))
     except BaseException:
         running.kill()
         raise
-    running.start(call)
     return running if thread else running.wait()
 
 

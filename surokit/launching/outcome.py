@@ -35,41 +35,54 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A Failure is what ended one attempt: the process that failed first, a line on why, and what else is known."""
+    """A Failure is what ended one attempt: the process that failed first, a line on why, and what else is known.
+
+    seconds: until the processes of the next attempt were started.
+    """
 
     rank: int
     kind: str
     line: str
     detail: str = ""
+    seconds: float = 0.0
 
     def error(self, after: str = "") -> LaunchError:
         return LaunchError("\n".join(filter(None, (self.line + after, self.detail))), self.rank, self.kind)
 
 
 def failure_in(folder: Path, restarts: int, exits: Mapping[int, int]) -> Failure:
-    """Return why an attempt failed. restarts: its number. exits: status by rank, as far as the agent saw them; below 0 for a
-    signal."""
+    """Return why an attempt failed. restarts: its number. exits: status by rank, below 0 for a signal, in the order in which the
+    agent saw them end; those that a SIGTERM ended were ended by the agent, all but the first."""
     stacks = {
         int(path.stem.rpartition("-")[2]): path.read_text(errors="replace") for path in folder.glob("stack-*.txt")
     }
     hung = [rank for rank, stack in stacks.items() if _TIMEOUT.match(stack)]
     if hung:
         return _hung(stacks, hung)
-    killed = {rank: -status for rank, status in sorted(exits.items()) if status < 0 and -status != signal.SIGTERM}
+    seen = list(exits.items())
+    killed = {
+        rank: -status for rank, status in seen if status < 0 and (status != -signal.SIGTERM or rank == seen[0][0])
+    }
     for rank, number in killed.items():
-        if number == signal.SIGKILL:
-            line = f"Rank {rank} was killed by SIGKILL, often for lack of memory."
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            why = ", often for lack of memory" if number == signal.SIGKILL else ""
+            line = f"Rank {rank} was killed by {_name_of(number)}{why}."
             return Failure(rank, "killed", line, _last_words(folder, restarts, rank))
     errors = [json.loads(path.read_text()) for path in folder.glob(f"error-{restarts}-*.json")]
+    spoke = {words["rank"] for words in errors}
+    for rank, status in seen:  # without a word: it lost no connection, the others lost theirs to it
+        if status > 0 and rank not in spoke:
+            line = f"Rank {rank} ended with status {status} and raised nothing."
+            return Failure(rank, "ended", line, _last_words(folder, restarts, rank))
     if errors:
         first = min(errors, key=lambda words: words["at"])
         line = f"Rank {first['rank']} failed with {first['type']}: {first['message']}"
         return Failure(first["rank"], "failed", line, first["traceback"].rstrip())
-    for rank, number in killed.items():  # after errors: a process may break off because another has failed
+    # after errors: a process may break off because another has failed
+    for rank, number in killed.items():
         line = f"Rank {rank} was killed by {_name_of(number)}."
         return Failure(rank, "killed", line, _last_words(folder, restarts, rank))
-    rank, status = min(exits.items(), default=(0, 1))
-    return Failure(rank, "ended", f"Rank {rank} ended with status {status} and said nothing.")
+    return Failure(0, "ended", "A process ended, and nothing is known of it.")
 
 
 def _name_of(number: int) -> str:

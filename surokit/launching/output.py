@@ -36,8 +36,8 @@ class Output:
                 *lines, rest = data.split(b"\n")
                 if end and rest:
                     lines, rest = [*lines, rest], b""
-                if rest:
-                    self._open[path] = rest
+                if rest:  # of a progress bar, what it shows now
+                    self._open[path] = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
                 for line in lines:
                     text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
                     self._write(f"[rank {rank}] {text}\n", path.suffix == ".err")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import _thread
+import asyncio
 import gc
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,37 @@ import pytest
 import surokit as sk
 from surokit import cli
 from surokit.launching.outcome import failure_in
+from surokit.launching.output import Output
+from surokit.ranks import rank_here
 from surokit.runs.status import read_status
-from tests.clocks import until
+from tests.clocks import until, until_async
 from tests.launching import functions
+from tests.processes import ROOT
 from tests.refusals import refused
 from tests.train.toys import Toy, make_batches, make_session
+
+
+def interrupts(*when: Callable[[], object]) -> threading.Thread:
+    """Sends the main thread the signal of Ctrl-C and of a notebook's stop button, each time that the next of these holds."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def send() -> None:
+        for true in when:
+            until(true)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked for its status does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_function_of_ones_own_gives_back_what_the_first_process_returns(capfd: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +60,6 @@ def test_a_function_of_ones_own_gives_back_what_the_first_process_returns(capfd:
         value = 2
 
     def own(a: int, *, b: int) -> tuple[int, Any]:
-        from surokit.ranks import rank_here
-
         print("hello from", rank_here().number)
         return factor * a * b * functions.together(), Own
 
@@ -64,6 +92,8 @@ def test_what_cannot_be_carried_is_named() -> None:
         sk.launch(own, gpus=2)
     with refused(TypeError):
         sk.launch(functions.together, (n for n in range(3)), gpus=2)
+    with Path(__file__).open() as file, refused(TypeError):
+        sk.launch(functions.together, {"data": file}, gpus=2)
 
 
 def test_a_value_that_cannot_leave_its_process_is_an_error_of_the_function() -> None:
@@ -71,8 +101,8 @@ def test_a_value_that_cannot_leave_its_process_is_an_error_of_the_function() -> 
         sk.launch(lambda: (n for n in range(3)), gpus=1)
 
 
-@pytest.mark.parametrize("settings", [{"gpus": 0}, {"gpus": True}, {"restarts": -1}])
-def test_numbers_that_make_no_launch_are_refused(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"gpus": 0}, {"gpus": True}, {"restarts": -1}, {"hang_s": 0}, {"output": "last"}])
+def test_settings_that_make_no_launch_are_refused(settings: dict[str, Any]) -> None:
     with refused(ValueError):
         sk.launch(functions.together, **settings)
 
@@ -119,17 +149,98 @@ def test_a_process_lost_too_often_ends_the_launch() -> None:
 
 
 def test_an_interrupt_lets_the_runs_save_and_end(tmp_path: Path) -> None:
-    def interrupt() -> None:
-        until((tmp_path / "began").exists)
-        _thread.interrupt_main()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = interrupts((tmp_path / "began").exists)
     steps, reason = sk.launch(functions.waits_for_stop, tmp_path, gpus=2)
     thread.join()
     assert reason == "stopped: interrupted"
     assert steps >= 2
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps:06d}").is_dir()
+
+
+def test_a_second_interrupt_ends_all_and_what_they_started(tmp_path: Path) -> None:
+    def own(folder: Path) -> None:
+        child = subprocess.Popen(["sleep", "1000"])
+        here = rank_here()
+        (folder / f"began{here.number}").write_text(f"{os.getpid()} {child.pid}")
+        assert here.folder is not None
+        until((here.folder / "stop").exists)
+        (folder / f"heard{here.number}").touch()
+        child.wait()
+
+    heard = [tmp_path / f"heard{rank}" for rank in range(2)]
+    began = [tmp_path / f"began{rank}" for rank in range(2)]
+    thread = interrupts(lambda: all(path.exists() for path in began), lambda: all(path.exists() for path in heard))
+    with pytest.raises(KeyboardInterrupt):
+        sk.launch(own, tmp_path, gpus=2, restarts=3)
+    thread.join()
+    processes = [int(number) for path in began for number in path.read_text().split()]
+    assert len(processes) == 4
+    until(lambda: not any(map(is_alive, processes)))
+
+
+def test_an_awaited_launch_that_is_cancelled_lets_its_processes_end() -> None:
+    def own() -> str:
+        folder = rank_here().folder
+        assert folder is not None
+        until((folder / "stop").exists)
+        return (folder / "stop").read_text()
+
+    async def cell() -> tuple[Any, Any]:
+        running = sk.launch(own, gpus=1, thread=True)
+        task = asyncio.ensure_future(running)
+        await until_async(lambda: running.goes_on)
+        await asyncio.sleep(0)
+        task.cancel()
+        return await task, running.wait()
+
+    assert asyncio.run(cell()) == ("interrupted", "interrupted")
+
+
+def test_a_process_that_ends_without_a_word_is_named_and_counted() -> None:
+    def own() -> dict[str, Any]:
+        here = rank_here()
+        if here.restarts:
+            assert here.folder is not None
+            return dict(json.loads((here.folder / "restarts.jsonl").read_text()))
+        if here.number == 1:
+            os._exit(7)
+        threading.Event().wait()
+        return {}
+
+    running = sk.launch(own, gpus=2, restarts=1, thread=True)
+    told = running.wait()
+    assert (told["rank"], told["kind"]) == (1, "ended")
+    assert told["why"] == "Rank 1 ended with status 7 and raised nothing."
+    assert [restart.line for restart in running.restarts] == [told["why"]]
+    assert round(running.restarts[0].seconds, 3) == told["seconds"] > 0
+
+
+def test_a_program_that_ends_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    program = """
+import os, sys, threading
+from pathlib import Path
+import surokit as sk
+from tests.clocks import until
+
+def own(began):
+    began.with_suffix(".draft").write_text(str(os.getpid()))
+    began.with_suffix(".draft").rename(began)
+    threading.Event().wait()
+
+began = Path(sys.argv[1], "began")
+sk.launch(own, began, gpus=1, thread=True)
+until(began.exists)
+"""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        check=True,
+    )
+    until(lambda: not is_alive(int((tmp_path / "began").read_text())))
+    assert not list(temporary.glob("surokit-launch-*"))
 
 
 def test_a_launch_in_a_thread_is_waited_for_or_stopped(tmp_path: Path) -> None:
@@ -205,6 +316,28 @@ def test_a_process_that_breaks_off_because_another_failed_is_not_the_first(tmp_p
     assert failure_in(tmp_path, 0, {0: -signal.SIGKILL, 1: 1}).line.startswith("Rank 0 was killed by SIGKILL")
     assert failure_in(tmp_path, 1, {0: -signal.SIGABRT}).line == "Rank 0 was killed by SIGABRT."
     assert failure_in(tmp_path, 1, {0: -35}).line == "Rank 0 was killed by signal 35."
+
+
+def test_a_process_that_ends_without_a_word_is_the_first(tmp_path: Path) -> None:
+    """The others lose their connection to it, or torchelastic ends them."""
+    assert failure_in(tmp_path, 0, {1: 7, 0: -signal.SIGTERM}).line == "Rank 1 ended with status 7 and raised nothing."
+    assert failure_in(tmp_path, 0, {1: -signal.SIGTERM, 0: -signal.SIGTERM}).line == "Rank 1 was killed by SIGTERM."
+    words = {"rank": 0, "at": 5.0, "type": "RuntimeError", "message": "connection closed", "traceback": "..."}
+    (tmp_path / "error-0-0.json").write_text(json.dumps(words))
+    assert failure_in(tmp_path, 0, {0: 1, 1: 7}).rank == 1
+    assert failure_in(tmp_path, 0, {0: 1, 1: -signal.SIGTERM}).rank == 0
+
+
+def test_of_a_progress_bar_only_the_end_is_printed(tmp_path: Path) -> None:
+    printed: list[str] = []
+    output = Output(tmp_path, "all", lambda text, is_error: printed.append(text))
+    with (tmp_path / "000-001.err").open("wb", buffering=0) as file:
+        for part in (b"1 %\r", b"2 %\r3", b" %", b"\r4 %\r", b"\n\r5 %", b"\r6 %"):
+            file.write(part)
+            output.pump()
+    assert printed == ["[rank 1] 4 %\n"]
+    output.pump(end=True)
+    assert printed[1:] == ["[rank 1] 6 %\n"]
 
 
 @pytest.mark.soak
