@@ -27,6 +27,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         _modules, _parameters
     surokit/nn/experts.py: methods that the module extends, for what it keeps; its own parameters and children
         _apply, _load_from_state_dict, _modules, _parameters
+    surokit/nn/gathered.py: the operator that a cast becomes
+        torch.ops.aten._to_copy.default
     surokit/nn/linear.py: methods that the layer extends, for what it keeps; its own parameters and children
         _apply, _load_from_state_dict, _modules, _parameters
     surokit/nn/rope.py: a method that the module extends, which builds its tables anew for a device or dtype
@@ -262,6 +264,105 @@ def in_front_of_backends(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[
         library._destroy()
 
 
+# -- subclasses of tensors
+
+#: Makes a tensor of a subclass that has a shape, a dtype and no memory of its own.
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+#: tree_map_only(kind, function, tree) calls the function on each object of this kind in lists, tuples and dicts.
+tree_map_only = torch.utils._pytree.tree_map_only
+
+
+# -- FSDP2: what fully_shard makes of a model
+
+# A group holds the parameters that are gathered together (`fsdp_params`, `mesh_info`, `post_forward_mesh_info`, `mp_policy`), as
+# shards, one of each parameter (`sharded_param`, `padded_sharded_param_size`, `fsdp_placement`, `all_gather_outputs` and more).
+# These names have no underscore, and torch promises them no more than the others.
+
+
+def shard_groups(model: nn.Module) -> list[tuple[Any, bool]]:
+    """Return FSDP2's groups of parameters in a model, each with whether its weights are let go after forward.
+
+    Relies on `_get_fsdp_state`, on `_fsdp_param_groups` (before torch 2.13 the one `_fsdp_param_group`), and on
+    `_auto_reshard_after_forward`, by which the outermost module keeps its weights until backward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, tuple[Any, bool]] = {}
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        keeps = module not in inner and bool(state._auto_reshard_after_forward)
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                found.setdefault(id(group), (group, group.post_forward_mesh_info is not None and not keeps))
+        inner.update(module.modules())
+    return list(found.values())
+
+
+def is_resharded_to_fewer(group: Any) -> bool:
+    """Return whether forward leaves a group's weights with some of the processes (reshard_after_forward is a number).
+
+    Relies on `_use_post_forward_mesh`.
+    """
+    return bool(group._use_post_forward_mesh)
+
+
+def gathers_for(group: Any) -> str:
+    """Return what the gather that is being made is for: "forward", "backward", or "" where somebody asked for the weights.
+
+    Relies on `_training_state`, which prefetching sets too, and on -1 for no backward pass: forward within it is computed again.
+    """
+    state = group._training_state.name
+    if state == "FORWARD":
+        return "backward" if in_backward() else "forward"
+    return "backward" if state == "PRE_BACKWARD" else ""
+
+
+def holders_of(shard: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules that have a sharded parameter, and its name in each; relies on `_module_info`."""
+    info = shard._module_info
+    return list(zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)))
+
+
+def padded_shard(shard: Any) -> Tensor:
+    """Return this process' rows of a sharded parameter with the zeros that make all shards equally long: what is gathered.
+
+    Relies on `_sharded_param_data`.
+    """
+    data: Tensor = shard._sharded_param_data.view(shard.padded_sharded_param_size)
+    return data
+
+
+def extend_gather(shard: Any, before: Callable[[Any], Any], after: Callable[..., Any]) -> None:
+    """Call before(mesh) and after(outputs, ...) around each gather of a shard, as `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+
+    torch looks for these on the local tensor of the shard, which stays an ordinary one. They are put there again whenever torch
+    takes another (after to_empty, load_state_dict): relies on `_sharded_local_tensor` and `_init_extensions`, and on
+    `reset_sharded_param` being what torch calls then.
+    """
+    reset = shard.reset_sharded_param
+
+    def extend() -> None:
+        local = shard._sharded_local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+
+    def reset_and_extend() -> None:
+        reset()
+        extend()
+
+    shard.reset_sharded_param = reset_and_extend
+    extend()
+    shard._init_extensions()
+
+
+def extension_of(shard: Any) -> Any:
+    """Return the object whose method `extend_gather` has put before the gathers of a shard, None without one."""
+    return getattr(getattr(shard._sharded_local_tensor, "fsdp_pre_all_gather", None), "__self__", None)
+
+
 # -- torch's profiler, compiler and data loader
 
 #: Whether a profiler of torch's runs on this thread.
@@ -274,6 +375,11 @@ def profiler_runs_anywhere() -> bool:
     Relies on `torch.autograd.profiler._is_profiler_enabled` for other threads, which need not be there.
     """
     return profiler_runs() or bool(getattr(torch_profiler, "_is_profiler_enabled", False))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile was asked to compile a module's calls; relies on `_orig_mod` and `_compiled_call_impl`."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 #: Decorates a function that torch.compile is to call and not to trace; the compiler is loaded by the first call, not by this line.

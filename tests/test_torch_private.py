@@ -4,13 +4,16 @@ import ast
 import importlib
 import re
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -539,7 +542,92 @@ def test_a_kernel_in_front_of_the_backends_sees_calls_and_passes_them_on():
     assert len(met) == calls
 
 
+# -- subclasses of tensors
+
+
+def test_a_wrapper_has_a_shape_and_no_memory_and_trees_are_mapped_by_kind():
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            return func(
+                *torch_private.tree_map_only(Wrapper, lambda t: torch.full(t.shape, 3.0), args), **(kwargs or {})
+            )
+
+    wrapper = torch_private.make_wrapper_subclass(Wrapper, (2, 3), dtype=torch.float32, device=torch.device("cpu"))
+    assert (type(wrapper), wrapper.shape, wrapper.dtype) == (Wrapper, (2, 3), torch.float32)
+    assert torch.equal(wrapper + 1, torch.full((2, 3), 4.0))
+    assert torch.equal(torch.cat([wrapper, wrapper]), torch.full((4, 3), 3.0))
+
+
+# -- FSDP2
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[Any]:
+    """Two blocks in a model, each of which FSDP2 divides, among this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    model: Any = nn.Sequential(
+        *(nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU()) for _ in range(2)), nn.Linear(3, 2)
+    )
+    model[1].append(nn.Linear(3, 3, bias=False))
+    model[1][2].weight = model[1][0].weight
+    for block in model[:2]:
+        fully_shard(block)
+    yield fully_shard(model)
+    dist.destroy_process_group()
+
+
+def test_groups_of_shards_are_found_with_who_holds_them(sharded: Any):
+    (root, root_reshards), (first, reshards), (second, _) = torch_private.shard_groups(sharded)
+    assert (root_reshards, reshards) == (False, True)  # the outermost keeps its weights until backward
+    assert [len(group.fsdp_params) for group in (root, first, second)] == [2, 1, 1]
+    assert torch_private.holders_of(second.fsdp_params[0]) == [(sharded[1][0], "weight"), (sharded[1][2], "weight")]
+    assert not torch_private.is_resharded_to_fewer(first)
+    shard = first.fsdp_params[0]
+    assert torch.equal(torch_private.padded_shard(shard), shard.sharded_param.to_local())
+    sharded(torch.ones(1, 3))
+    assert [reshards for _, reshards in torch_private.shard_groups(sharded)] == [False, True, True]
+    sharded.set_reshard_after_forward(False)
+    assert [reshards for _, reshards in torch_private.shard_groups(sharded)] == [False, False, False]
+
+
+def test_a_gather_is_extended_and_stays_so_where_torch_takes_another_tensor(sharded: Any):
+    group = torch_private.shard_groups(sharded)[1][0]
+    shard, seen = group.fsdp_params[0], []
+
+    class Doubled:
+        def before(self, mesh: Any) -> Any:
+            seen.append(torch_private.gathers_for(group))
+            return (torch_private.padded_shard(shard) * 2,), None
+
+        def after(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+            return (outputs[0], ()) if out is None else None
+
+    extension, x = Doubled(), torch.ones(1, 3)
+    assert torch_private.extension_of(shard) is None
+    torch_private.extend_gather(shard, extension.before, extension.after)
+    state = {name: torch.full_like(t, 0.5) for name, t in sharded.state_dict().items()}
+    sharded.to_empty(device="cpu")
+    sharded.load_state_dict(state, assign=True)
+    assert torch_private.extension_of(shard) is extension
+    y = sharded(x)
+    assert y.tolist() == [[10.625] * 2]  # 3 behind the first block, twice what it would be
+    assert seen == ["forward"]
+    y.sum().backward()
+    assert seen == ["forward", "backward"]
+    sharded[0].unshard()
+    assert seen == ["forward", "backward", ""]
+    assert vars(shard.sharded_param.detach().to_local()) == {}  # what a state dict has is not extended
+
+
 # -- profiler, compiler, data loader
+
+
+def test_a_module_that_is_compiled_says_so():
+    plain, compiled = nn.Linear(1, 1), nn.Linear(1, 1)
+    compiled.compile(backend="eager")
+    wrapped: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert [torch_private.is_compiled(module) for module in (plain, compiled, wrapped)] == [False, True, True]
 
 
 def test_a_profiler_is_seen_from_its_thread_and_from_others():

@@ -4,6 +4,7 @@ linear.py        Linear: a layer with a recipe, a stored weight, an adapter
 linear_gemms.py  its three products, and what each operand is quantized to
 experts.py       the experts of a layer of transformers: an ExpertsLinear for each of their weights
 drawn.py         first values of adapters that have no memory yet
+gathered.py      a weight of a sharded model, gathered as codes
 delayed.py       amax histories of delayed scaling, for all layers of a model
 stages.py        a norm or a gate and the layers that read it, as one operation; prologues.py: what the layers read
 grouping.py      which layers of a stage share codes and products: the plan of a stage, which is kept

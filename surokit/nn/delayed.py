@@ -59,6 +59,7 @@ class DelayedScales:
         self.number = next(_numbers)
         self.shared = False  # the model is whole in several processes, which its parameters do not show
         self.restored = 0  # how often the amaxes came from outside
+        self.rolled = 0  # how often a step was closed
         _watch(self)
 
     def __reduce__(self) -> Any:
@@ -113,6 +114,15 @@ class DelayedScales:
         steps = {later - slot for slot, later in itertools.pairwise(_several(slots))}
         return not steps or (len(steps) == 1 and min(steps) > 0)
 
+    def in_force(self, slot: int, own: Tensor) -> Tensor:
+        """Return the amax [1, 1] that quantizes what has the amax `own` [1, 1]: `own` without a past. Nothing is recorded."""
+        return reference.settle(own, *self.views(slot, own.device), False)
+
+    def note(self, slots: Slots, own: Tensor) -> None:
+        """Merge the amax `own` [1, 1] of an operand that was quantized elsewhere into the open slots of all layers that read it."""
+        for slot in _several(slots):
+            reference.settle(own, *self.views(slot, own.device), True)
+
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
         """Return the amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot.
 
@@ -136,6 +146,7 @@ class DelayedScales:
         it stays on the device and in place, so that a captured graph can hold it.
         """
         self._reduce()
+        self.rolled += 1
         recorded_S = ~(self.open_S < 0)  # a NaN counts
         closing_S = self.open_S.clamp(min=0.0).nan_to_num_(nan=0.0, posinf=0.0)
         if skipped is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surokit.fusion import Fusion
 from surokit.nn.delayed import DelayedScales
+from surokit.nn.gathered import Gathered
 from surokit.nn.joint import lie_side_by_side, side_by_side
 from surokit.nn.linear import AdapterMatrix, Linear
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Products, weight
@@ -186,8 +187,8 @@ def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
     """Return whether a layer computes what its fields say, in the dtype of x."""
     if type(layer) is not Linear or is_hooked(layer, but_forward_hooks=True) or always_called_hooks(layer):
         return False
-    for p in parameters_of(layer).values():  # no subclasses: shards, tensors without data
-        if p is not None and type(p) is not nn.Parameter:
+    for p in parameters_of(layer).values():  # no other subclasses: shards, tensors without data
+        if p is not None and type(p) not in (nn.Parameter, Gathered):
             return False
     if layer.compute_dtype not in (None, like.dtype):
         return False

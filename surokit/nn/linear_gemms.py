@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from surokit.nn.delayed import DelayedScales, bank
+from surokit.nn.gathered import Gathered, GatheredCodes
 from surokit.product import computes, product
 from surokit.quantized import Quantized, quantize, quantize_both
 from surokit.quantizer import Quantizer, Scaling
@@ -220,6 +221,11 @@ def _without_amaxes(function: Callable[..., list[Tensor]], position: int) -> Cal
     return lambda *args: function(*args[:position], -1, *args[position + 1 :])
 
 
+def _with_gathered(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Make a form for weights that were gathered: the same code, which asks them what they hold."""
+    return lambda cls, operation, types, args, kwargs: function(*args, **(kwargs or {}))
+
+
 _LAYER = "str recipe, str storage, int scales, int first_slot"
 for _schema, _function, _position in (
     (
@@ -239,10 +245,13 @@ for _schema, _function, _position in (
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"surokit::{_name}", _without_amaxes(_function, _position), lib=_LIBRARY)
+    torch.library.register_torch_dispatch(f"surokit::{_name}", Gathered, _with_gathered(_function), lib=_LIBRARY)
 
 
 def weight(w: Tensor, scales: Sequence[Tensor], storage: Quantizer | None, shape_NK: tuple[int, int]) -> Operand:
-    """Return a layer's weight [N, K] as it is held: numbers, or the codes and scales of a stored one."""
+    """Return a layer's weight [N, K] as it is held: numbers, or the codes and scales of a stored or gathered one."""
+    if isinstance(w, Gathered):
+        return w.held
     return w if storage is None else Quantized.of(storage, (w, *scales), shape_NK)
 
 
@@ -321,13 +330,15 @@ class _Operands:
         """Return the operand as `q` wants it. `recorded` says that the amax of this very tensor was recorded before."""
         if q is None:
             return x_MK
-        if isinstance(x_MK, Quantized):  # a stored weight: its codes serve where they are what q would make
+        slots, record = [first + SLOTS[role] for first in self.firsts], self.record and not recorded
+        if isinstance(x_MK, Quantized):  # a stored or gathered weight: its codes serve where they are what q would make
             if x_MK.quantizer.same_codes(q):
+                if isinstance(x_MK, GatheredCodes) and x_MK.amax is not None and record and self.scales is not None:
+                    self.scales.note(slots, x_MK.amax)
                 return x_MK
-            x_MK = x_MK.dequantize(self.dtype)
+            x_MK = self._decoded(x_MK)
         if q.delayed and self.scales is not None:
-            slots = [first + SLOTS[role] for first in self.firsts]
-            return self.scales.quantize(slots, x_MK, q, self.record and not recorded)
+            return self.scales.quantize(slots, x_MK, q, record)
         return quantize(x_MK, q)
 
     def transposed(
@@ -340,8 +351,17 @@ class _Operands:
         if q is not None and q.transposable and (q.packed or not rows):
             return self(role, q, x_MK, recorded).t()
         if isinstance(x_MK, Quantized):
-            x_MK = x_MK.dequantize(self.dtype)
+            x_MK = self._decoded(x_MK)
         return self(role, q, x_MK.t(), recorded)
+
+    def _decoded(self, Q: Quantized) -> Tensor:
+        """Return the numbers of a stored weight. Those of a gathered one would be rounded twice, which its own are not."""
+        if isinstance(Q, GatheredCodes):
+            raise RuntimeError(
+                f"A weight was gathered as codes ({Q.quantizer}) and its layer's products want others: set a layer's recipe before "
+                "surokit.parallel.gather.prepare, or pass communicate='bf16' to it."
+            )
+        return Q.dequantize(self.dtype)
 
     def quantize_rowwise_columnwise(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
+Communicate = Literal["codes", "bf16"]
 START = "start them with surokit.launch(train, gpus={0}) or torchrun --nproc-per-node {0}"
 
 
@@ -16,11 +18,14 @@ class Parallel:
         filled so that the two multiply to the number of processes; of two, shard takes all.
     reshard: True gathers weights for each forward and each backward and keeps a shard between them (ZeRO-3); False gathers them
         once a step and keeps them for backward (ZeRO-2). Gradients and optimizer state are divided in both.
+    communicate: "codes" gathers weights as the codes and scales that their layers make of them, where that is less and gives the
+        same numbers bit for bit; "bf16" gathers numbers. Stored weights are gathered as they are in both.
     """
 
     shard: int | None = None
     replicate: int | None = None
     reshard: bool = True
+    communicate: Communicate = "codes"
 
     def __post_init__(self) -> None:
         for name, value in (("shard", self.shard), ("replicate", self.replicate)):
@@ -30,6 +35,8 @@ class Parallel:
                 )
         if not isinstance(self.reshard, bool):
             raise ValueError(f"Parallel(reshard={self.reshard!r}): True (ZeRO-3) or False (ZeRO-2).")
+        if self.communicate not in get_args(Communicate):
+            raise ValueError(f"Parallel(communicate={self.communicate!r}): 'codes' or 'bf16'.")
 
     def over(self, world: int) -> Parallel:
         """Return this layout over `world` processes, with both numbers filled in. ValueError where they do not multiply to it."""
@@ -41,7 +48,8 @@ class Parallel:
         if shard * replicate != world:
             wanted = (self.shard or 1) * (self.replicate or 1)
             there = "there is 1 process" if world == 1 else f"there are {world} processes"
-            raise ValueError(f"{self} needs {_number_of(self, wanted)}, and {there}: {START.format(wanted)}.")
+            asked = f"Parallel(shard={self.shard}, replicate={self.replicate})"
+            raise ValueError(f"{asked} needs {_number_of(self, wanted)}, and {there}: {START.format(wanted)}.")
         return replace(self, shard=shard, replicate=replicate)
 
     @property

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from surokit.blocks import blocks_of
 from surokit.nn.delayed import amaxes_of, banks_of
 from surokit.optim.tensors import is_sharded
+from surokit.parallel.gather import prepare
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import ALONE, Processes, join
 
@@ -147,6 +148,7 @@ def _shard(model: nn.Module, processes: Processes, reduce: Reduce) -> None:
     model.register_forward_hook(_with_tensors)
     fully_shard(model, mesh=processes.mesh, reshard_after_forward=None if reshard else False)
     model.register_forward_hook(_without_tensors)
+    prepare(model, processes.layout.communicate)
     if reduce == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -1,133 +1,217 @@
 """Count what processes send each other for a step of one batch: weights that are gathered, gradients that are added up.
 
-FSDP2 gathers the parameters of a block, or of what is outside of all blocks, as they are held. Weights that a recipe stores are
-codes and scales, which are final: they move as they are, and no scale has to be agreed on. Weights that train move in their own
-dtype, and so do gradients.
+FSDP2 gathers the parameters of a block together, once for forward, and once more for backward where they are not kept (ZeRO-3);
+`surokit.parallel.gather` chooses what of them. Gradients are added up in the dtype of the weights.
 
-    gathered   the padded shard of each parameter, to every other process of its shards: once for forward, once more for backward
-               where weights are not kept gathered (ZeRO-3)
-    reduced    the gradient of each parameter that trains: its padded shards to those that keep them, then over the copies
+    gathered    the padded shard of each parameter, to every other process of its shards
+    amaxes      what codes need to know of the whole weight before they are made
+    gradients   of each parameter that trains: its padded shards to those that keep them, then over the copies
 
-Each process sends and receives as many bytes: of R processes that gather shards of n bytes, (R - 1) n.
+Each process sends and receives as many bytes: of R processes that gather shards of n bytes, (R - 1) n. An amax counts once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+import torch
+from torch import nn
 
-from surokit.applied import is_adapter
-from surokit.layers import OwnLayer, recipe_layers
-from surokit.parallel.layout import Parallel
+from surokit.parallel.codes import CodesOfShard
+from surokit.parallel.gather import ShardedParameter, sharded, way_of
 from surokit.parallel.processes import Processes
 from surokit.tables import html_table, text_table
+from surokit.torch_private import is_resharded_to_fewer
+from surokit.units import counted, gib
+
+BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A Flow is what one kind of parameters sends in a step: bytes that each process receives.
+    """A Flow is what parameters that are gathered alike send in a step: bytes that each process receives.
 
-    elements: of the weights, whatever they are stored in. gathered, reduced: bytes a step. per_element: bytes that an element
-    takes when it is gathered.
+    what: is gathered of them, a storage, a quantizer or a dtype. parameters: how many. elements: of the weights, whatever they are
+    stored in. whole: bytes of all shards of a gather in forward, padding included. forward, backward: gathers; 0 in backward where
+    the weights stayed. amaxes: reduced before the gathers. gradients: added up. without_codes: what the gathers would receive
+    as numbers, in bfloat16 for stored weights. why: what there is to say about it.
     """
 
     what: str
+    parameters: int
     elements: int
-    gathered: int
-    reduced: int
-    per_element: float
+    whole: int
+    forward: int
+    backward: int
+    amaxes: int
+    gradients: int
+    without_codes: int
+    why: str
+
+    @property
+    def gathered(self) -> int:
+        """Return the bytes of weights that a step receives, with the amaxes before them."""
+        return self.forward + self.backward + self.amaxes
+
+    @property
+    def per_element(self) -> float:
+        """Return the bytes that an element takes in the gather of forward; 0 where nothing is gathered."""
+        return self.whole / self.elements
+
+    def __add__(self, other: Flow) -> Flow:
+        """Return both together, which are of one kind."""
+        counts = [field.name for field in fields(self) if field.type == "int"]
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in counts})
 
 
 @dataclass(frozen=True)
 class Wire:
     """A Wire says what each process receives from others in a step of one batch, by kind of parameter. It prints as a table.
 
-    layout: how the model is divided. gathers: of a block's weights in a step.
+    processes: how many hold a shard of each copy. flows: a row for each kind, the largest first.
     """
 
-    layout: Parallel
-    gathers: int
+    processes: int
     flows: tuple[Flow, ...]
 
     @property
     def gathered(self) -> int:
-        """Return the bytes of weights."""
+        """Return the bytes of weights that a step receives, with the amaxes before them."""
         return sum(flow.gathered for flow in self.flows)
 
     @property
-    def reduced(self) -> int:
+    def without_codes(self) -> int:
+        """Return the bytes of weights that it would receive as numbers."""
+        return sum(flow.without_codes for flow in self.flows)
+
+    @property
+    def gradients(self) -> int:
         """Return the bytes of gradients."""
-        return sum(flow.reduced for flow in self.flows)
+        return sum(flow.gradients for flow in self.flows)
 
-    def _cells(self) -> list[list[str]]:
-        rows = [
-            [f.what, f"{f.elements:,}", f"{f.per_element:.2f}", _mb(f.gathered), _mb(f.reduced)] for f in self.flows
-        ]
-        return [*rows, ["all", "", "", _mb(self.gathered), _mb(self.reduced)]]
-
-    def __repr__(self) -> str:
-        return f"What a process receives in a step of one batch\n{text_table(self._cells(), header=_HEADER, right=range(1, 5))}"
-
-    def _repr_html_(self) -> str:
-        return html_table(
-            self._cells(), header=_HEADER, right=range(1, 5), title="What a process receives in a step of one batch"
+    @property
+    def line(self) -> str:
+        """Return one line: how much of what a process receives."""
+        gradients = f"{_size(self.gradients)} of gradients"
+        if self.processes == 1:
+            return f"In a step of one batch a process receives {gradients}; it has all weights."
+        return (
+            f"In a step of one batch a process receives {_size(self.gathered)} of weights "
+            f"({_size(self.without_codes)} without codes) and {gradients}."
         )
 
+    def _cells(self) -> list[Sequence[str]]:
+        return [
+            (
+                flow.what,
+                counted(flow.parameters, "parameter"),
+                f"{flow.elements:,}",
+                f"{flow.per_element:.3g}" if self.processes > 1 else "",
+                *map(_size, (flow.forward, flow.backward, flow.without_codes, flow.gradients)),
+                flow.why,
+            )
+            for flow in self.flows
+        ]
 
-def _mb(n: int) -> str:
-    return f"{n / 1e6:,.3f} MB"
+    def __repr__(self) -> str:
+        return "\n".join([self.line, text_table(self._cells(), header=_HEADER, right=_RIGHT)])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._cells(), header=_HEADER, right=_RIGHT, title=self.line)
 
 
-_HEADER = ("parameters", "elements", "bytes each", "gathered", "gradients")
+_HEADER = ("gathered as", "of", "elements", "bytes each", "forward", "backward", "without codes", "gradients", "")
+_RIGHT = range(1, 8)
+
+
+def _size(nbytes: int) -> str:
+    return gib(nbytes / 2**30) if nbytes else "0"
 
 
 def wire(model: nn.Module, processes: Processes) -> Wire:
-    """Count what the processes that train a model send each other; from shapes alone, nothing is exchanged."""
-    layout = processes.layout
-    shards, copies = layout.shard or 1, layout.replicate or 1
-    again = 2 if layout.is_sharded and layout.reshard else 1
-    kinds = _kinds(model)
-    found: dict[str, list[int]] = {}
-    for name, p, in_block in _parameters(model):
-        what, elements = kinds.get(name, (f"weights in {str(p.dtype).removeprefix('torch.')}", p.numel()))
-        flow = found.setdefault(what, [0, 0, 0, 0])
-        shard = _shard_bytes(p, shards)
-        flow[0] += elements
-        flow[3] += p.numel() * p.itemsize
-        if layout.is_sharded:
-            flow[1] += (shards - 1) * shard * (again if in_block else 1)
-        if p.requires_grad:
-            flow[2] += (shards - 1) * shard + (2 * (copies - 1) * shard // copies if copies > 1 else 0)
-    flows = (Flow(what, n, gathered, reduced, held / n) for what, (n, gathered, reduced, held) in found.items())
-    return Wire(layout, again, tuple(flows))
+    """Count what the processes that train a model send each other; from shapes alone, nothing is exchanged.
+
+    It is assumed that every parameter that trains gets a gradient.
+    """
+    shards, copies = processes.layout.shard or 1, processes.layout.replicate or 1
+    found: dict[tuple[str, str], Flow] = {}
+    for flow in _of_shards(model, copies) if shards > 1 else _of_copies(model, copies):
+        kind = flow.what, flow.why
+        found[kind] = found[kind] + flow if kind in found else flow
+    return Wire(shards, tuple(sorted(found.values(), key=lambda flow: -max(flow.without_codes, flow.gradients))))
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield each parameter with its name, and whether it is gathered with a block, not with the rest of the model."""
-    blocks = [name for name, m in model.named_modules() if name and isinstance(m, FSDPModule)]
-    for name, p in model.named_parameters():
-        yield name, p, any(name.startswith(f"{block}.") for block in blocks)
+def _of_copies(model: nn.Module, copies: int) -> Iterator[Flow]:
+    for p in model.parameters():
+        gradients = _added_up(p.nbytes, copies) if p.requires_grad else 0
+        yield Flow(_name(p.dtype), 1, p.numel(), 0, 0, 0, 0, gradients, 0, "" if p.requires_grad else "does not train")
 
 
-def _shard_bytes(p: Tensor, shards: int) -> int:
-    """Return the bytes of a padded shard: FSDP2 divides the first dimension."""
-    rows = p.shape[0] if p.ndim else 1
-    return -(-rows // shards) * (p.numel() // max(rows, 1)) * p.itemsize
+def _of_shards(model: nn.Module, copies: int) -> Iterator[Flow]:
+    for p in sharded(model):
+        others = p.ranks - 1
+        again = _received_again(p)
+        shard = math.prod(p.shard.padded_sharded_param_size)
+        plain = shard * p.dtype.itemsize
+        forward, backward, amaxes, numbers = plain, plain, 0, plain
+        extension = p.extension
+        if p.storage is not None:
+            what, why = f"stored as {p.storage}", ""
+            numbers = -(-p.numbers // p.ranks) * BF16_BYTES
+        elif isinstance(extension, CodesOfShard):
+            what, why = f"codes {extension.tiling.quantizer}", _REDUCED.get(extension.reduced, "")
+            forward = extension.tiling.nbytes
+            backward = forward if extension.both else plain
+            if extension.reduced in ("cut blocks", "whole weight"):
+                amaxes = extension.tiling.amax_bytes * (1 + (p.reshards and extension.both))
+            if not extension.both:
+                why = f"{_name(p.dtype)} in backward: it wants other codes" + (f"; {why}" if why else "")
+        else:
+            way = way_of(p)
+            what, why = _name(p.dtype), way.why if way.quantizer is None else "as chosen"
+        gradients = 0
+        if p.shard.sharded_param.requires_grad:
+            reduced = shard * (p.group.mp_policy.reduce_dtype or p.dtype).itemsize
+            gradients = reduced * others + _added_up(reduced, copies)
+        yield Flow(
+            what,
+            1,
+            p.numbers,
+            forward * p.ranks,
+            forward * others,
+            backward * again,
+            amaxes,
+            gradients,
+            numbers * (others + again),
+            why,
+        )
 
 
-def _kinds(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Return what the parameters of stored layers and adapters are called, and how many elements each stands for."""
-    kinds: dict[str, tuple[str, int]] = {}
-    for path, layer in recipe_layers(model):
-        if isinstance(layer, OwnLayer) and layer.storage is not None and isinstance(layer, nn.Module):
-            what = f"stored as {layer.storage}"
-            kinds[f"{path}.weight"] = what, layer.out_features * layer.in_features
-            kinds |= {f"{path}.{name}": (what, 0) for name in layer.storage.scaling.stored_as}
-    kinds |= {name: ("adapters", p.numel()) for name, p in model.named_parameters() if is_adapter(name)}
-    return kinds
+def _received_again(p: ShardedParameter) -> int:
+    """Return how many shards a process receives for backward."""
+    if not p.reshards:
+        return 0
+    if not is_resharded_to_fewer(p.group):
+        return p.ranks - 1
+    fewer: int = p.group.post_forward_mesh_info.shard_mesh_size  # each holds a larger shard
+    return p.ranks // fewer * (fewer - 1)
+
+
+def _added_up(nbytes: int, copies: int) -> int:
+    return 2 * (copies - 1) * nbytes // copies
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_REDUCED = {
+    "cut blocks": "amaxes of blocks are reduced, since shards cut them",
+    "whole weight": "the weight's amax is reduced",
+    "without a past": "an amax is reduced until the scale has a past",
+}
 
 
 __all__ = ["Flow", "Wire", "wire"]

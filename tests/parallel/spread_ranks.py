@@ -208,7 +208,11 @@ class Counts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-WIRED = {"bf16": sk.BF16, "qfp8": sk.QFP8.lora(rank=4), "qfp4": sk.QFP4.lora(rank=4), "qnf4": sk.QNF4.lora(rank=4)}
+WIRED = {
+    "bf16": sk.BF16,
+    **{name: sk.recipes[name] for name in ("fp8", "fp8-rowwise", "fp8-block", "mxfp8")},
+    **{name: sk.recipes[name].lora(rank=4) for name in ("qfp8", "qfp4", "qnf4")},
+}
 
 
 def is_counted(folder: Path) -> dict[str, Any]:
@@ -225,8 +229,12 @@ def is_counted(folder: Path) -> dict[str, Any]:
             with Counts() as counts:
                 session.run(1)
             wire = session.wire()
-            stored = {flow.what: flow.per_element for flow in wire.flows}
-            found[f"{name}, {layout}"] = counts.nbytes, wire.gathered, wire.reduced, stored
+            weights = sum(flow.forward + flow.backward for flow in wire.flows)
+            found[f"{name}, {layout}"] = counts.nbytes, weights, wire.gradients
+        if is_sharded(Case(recipe)):
+            model = sk.Decoder(replace(CONFIG, width=256, ffn=512), dtype=torch.bfloat16)
+            wire = sk.Session(model, batches(), recipe=recipe, parallel=LAYOUTS["shards"]).wire()
+            found[f"{name}, divided evenly"] = {flow.what: flow.per_element for flow in wire.flows}
     return found
 
 

@@ -157,15 +157,17 @@ def test_the_bytes_that_move_are_those_that_are_foretold(ranks: Any, name: str, 
     for result in found_in(ranks, "is counted"):
         if f"{name}, {layout}" not in result:
             pytest.skip("torch before 2.13 shards no parameters of integers, in which codes of 4 bits are kept")
-        counted, gathered, reduced, _ = result[f"{name}, {layout}"]
+        counted, gathered, reduced = result[f"{name}, {layout}"]
         assert counted["allgather_base"] * others == gathered
         assert counted["reduce_scatter_base"] * others == reduced * RANKS
 
 
-@pytest.mark.parametrize("name", WIRED)
+@pytest.mark.parametrize(
+    "name", [name for name in WIRED if name != "fp8"]
+)  # which reduces the amaxes of all layers too
 def test_copies_add_up_gradients_only(ranks: Any, name: str) -> None:
     for result in found_in(ranks, "is counted"):
-        counted, gathered, reduced, _ = result[f"{name}, copies"]
+        counted, gathered, reduced = result[f"{name}, copies"]
         assert gathered == 0
         assert 2 * counted["allreduce"] * (RANKS - 1) // RANKS == pytest.approx(reduced, abs=64)
         assert set(counted) == {"allreduce"}
@@ -174,10 +176,10 @@ def test_copies_add_up_gradients_only(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize(("name", "nbytes"), [("qfp8", 1.0), ("qfp4", 0.5625), ("qnf4", 0.516)])
 def test_a_stored_weight_moves_as_codes_and_scales(ranks: Any, name: str, nbytes: float) -> None:
     (result, *_) = found_in(ranks, "is counted")
-    if f"{name}, shards" not in result:
+    if f"{name}, divided evenly" not in result:
         pytest.skip("torch before 2.13 shards no parameters of integers, in which codes of 4 bits are kept")
-    held = next(each for what, each in result[f"{name}, shards"][3].items() if what.startswith("stored as"))
-    assert held == pytest.approx(nbytes, abs=0.002)
+    each = next(each for what, each in result[f"{name}, divided evenly"].items() if what.startswith("stored as"))
+    assert each == pytest.approx(nbytes, abs=0.002)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -266,7 +268,9 @@ def test_a_layout_is_filled_from_the_number_of_processes() -> None:
     assert [Parallel().over(4).zero, Parallel(reshard=False).over(4).zero, Parallel(shard=1).over(4).zero] == [3, 2, 0]
 
 
-@pytest.mark.parametrize("settings", [{"shard": 0}, {"replicate": 1.5}, {"shard": True}, {"reshard": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"shard": 0}, {"replicate": 1.5}, {"shard": True}, {"reshard": 2}, {"communicate": "fp8"}]
+)
 def test_a_layout_of_other_values_is_refused(settings: dict[str, Any]) -> None:
     with refused(ValueError):
         Parallel(**settings)
