@@ -45,7 +45,8 @@ from surokit.runs.records import Deferred, Records
 from surokit.runs.requests import PAUSE, SAVE, STOP
 from surokit.runs.status import EVERY_S, RunInfo, StatusFile
 from surokit.train.errors import NoTargetsError
-from surokit.train.measuring import Mark, event_on, host_idle_frac
+from surokit.train.marks import Mark, event_on
+from surokit.train.measuring import host_idle_frac
 from surokit.train.observing import Observer, Seen
 from surokit.train.run_info import FLOPS, device_name, gpus_of, light_of_foreign
 from surokit.train.setup import claim_folder, peak_gib

@@ -9,7 +9,8 @@ compiling.py         a step that torch's compiler makes
 control.py           stop, pause, save, work between two steps: what others ask of a run
 background.py        a run in a thread of its own
 random_state.py      the random generators' state as a value
-measuring.py         measures each step: meters, time, the device's state
+measuring.py         measures each step: meters, time, the device's state; marks.py: moments on host and device
+pace.py              what each process of several does alone, so that the slowest one is known
 meters.py            numerics: each layer's quantization, measured during training
 events.py            subscribers, told of each step once its values have arrived
 run_status.py        what else is told of a run: what it is, how it stands, what ends it; run_info.py

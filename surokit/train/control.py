@@ -4,7 +4,7 @@ A session's control also has `between_steps(f)`, by which another thread lets th
 interrupt that raises undoes the step in the making; a step that compiles is given up at the first one.
 
 Of many processes any may be asked. What each was asked travels to all while a step is computed (parallel/exchange.py), so all of
-them do it after the same step, one later than a single process would.
+them do it after the same step, one later than a single process would. How fast each is travels with it (pace.py).
 """
 
 from __future__ import annotations
@@ -182,9 +182,11 @@ class Control(RunControl):
             self._exchange.send(self._wishes())
         return reason
 
-    def _wishes(self) -> tuple[bool, bool, bool]:
-        """Return what this process was asked for: to stop, to wait, to save."""
-        return bool(self._reason), self._pause_asked or self._pause_file, self._save_asked
+    def _wishes(self) -> tuple[float, ...]:
+        """Return what this process was asked for: to stop, to wait, to save; and what it does alone in a step."""
+        pace = self._session.measuring.pace
+        assert pace is not None
+        return bool(self._reason), self._pause_asked or self._pause_file, self._save_asked, pace.say()
 
     def _obey(self) -> str:
         """Do what any process was asked for when `_wishes` were sent; return why the run shall end."""
@@ -210,7 +212,10 @@ class Control(RunControl):
         said = self._exchange.take()
         if said is None:
             return False, False
-        stop, wait, save = said.amax(0).bool().tolist()
+        pace = self._session.measuring.pace
+        assert pace is not None
+        pace.hear(said[:, 3].tolist())
+        stop, wait, save = said[:, :3].amax(0).bool().tolist()
         if save:
             self._save_asked = False
             self._save()

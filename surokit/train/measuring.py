@@ -10,16 +10,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from surokit.blocks import blocks_of
 from surokit.models.sparse import RouterUse
 from surokit.nn.delayed import kept_amaxes
 from surokit.runs.records import Deferred, Record
 from surokit.train.engine import Engine
+from surokit.train.marks import Mark
 from surokit.train.meters import Watcher
+from surokit.train.pace import Pace
 from surokit.train.random_state import kept
 from surokit.train.setup import loss_of, peak_gib
 from surokit.train.stream import Batch
@@ -46,19 +49,16 @@ def settings_of(meter: Meter) -> Meter | Attachable:
     return value if isinstance(value, Attachable) else meter
 
 
-class Mark(NamedTuple):
-    """A Mark is a moment of the host, and where the device's work stood then (CUDA)."""
-
-    host_s: float
-    event: torch.cuda.Event | None
-
-
 class Measuring:
     """A Measuring holds the meters of one session, and its clock between steps. `watch` reads the device's state in a thread, on a
-    GPU. `router_use` has what the routers of a Decoder with experts did since the last step."""
+    GPU. `router_use` has what the routers of a Decoder with experts did since the last step; `pace` what this process does alone,
+    None where it is the only one."""
 
-    def __init__(self, device: torch.device, meters: Sequence[Meter | Attachable], model: nn.Module) -> None:
+    def __init__(
+        self, device: torch.device, meters: Sequence[Meter | Attachable], model: nn.Module, *, are_several: bool
+    ) -> None:
         self.device = device
+        self.pace = Pace(device) if are_several else None
         self.router_use = _router_use(model)
         self.meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
         self.watch = _device_watch(device)
@@ -99,8 +99,7 @@ class Measuring:
 
     def mark(self) -> Mark:
         """Return a mark of this moment."""
-        event = event_on(self.device)
-        return Mark(time.perf_counter(), event)
+        return Mark.on(self.device)
 
     # -- a step
 
@@ -113,6 +112,8 @@ class Measuring:
         due = [watcher for watcher in self.watchers if watcher.due(step)]
         model = engine.model
         with ExitStack() as stack:
+            if self.pace is not None and self.pace.due(step) and not engine.compiled:
+                stack.enter_context(self.pace.watch(blocks_of(model) or [model]))
             for watcher in due:
                 stack.enter_context(watcher.watch(model))
             if not due or not engine.compiled:
@@ -167,6 +168,10 @@ class Measuring:
         if self.watch is not None:
             latest = self.watch.latest  # once: its thread puts another in its place
             host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
+        stall_ms = session.data.waited_ms if in_loop else 0.0
+        if self.pace is not None:
+            self.pace.waited(stall_ms)
+            host |= self.pace.columns()
         session.elapsed_s += wall_s
         session.step_s += wall_s
         if in_loop:
@@ -176,20 +181,11 @@ class Measuring:
             lr=lr,
             tokens=tokens,
             wall_ms=wall_s * 1e3,
-            stall_ms=session.data.waited_ms if in_loop else 0.0,
+            stall_ms=stall_ms,
             peak_gib=peak_gib(self.device),
             elapsed_s=session.elapsed_s,
             late=Deferred(values, host, start.event, end.event, before.event if in_loop else None),
         )
-
-
-def event_on(device: torch.device) -> torch.cuda.Event | None:
-    """Record a timing event behind the work that a GPU was given so far; None on other devices."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def host_idle_frac(busy_s: float, wall_s: float) -> float:

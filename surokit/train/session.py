@@ -119,7 +119,8 @@ class Session(Trainer):
     meters: functions of the session, called after each update while gradients are still there; each returns 0-d
         tensors or floats by name, which become columns of the records. surokit.numerics(every=20) measures each layer's
         quantization, surokit.activity(every=200) the device's busy share. With experts, records have balance_loss,
-        expert_load_max and expert_load_min besides (RouterUse.take says what they are); loss is the language model's alone.
+        expert_load_max and expert_load_min besides (RouterUse.take says what they are); loss is the language model's alone. On
+        several processes they have slowest_rank, and slowest_ms and median_ms of what processes do alone in a step.
     max_skipped: non-finite steps in a row before NonFiniteError, steps without a label that counts before NoTargetsError. Such
         steps change nothing; the first that is not finite is explained.
     """
@@ -204,7 +205,7 @@ class Session(Trainer):
         self.prefetch = Prefetch(self.device)
         self._for_documents = options_for_documents(model)
         self.records = Records(self.own_folder / "records.jsonl" if self.own_folder else None)
-        self.measuring = Measuring(self.device, meters, model)
+        self.measuring = Measuring(self.device, meters, model, are_several=self.processes.are_several)
         self.subscribers = Subscribers()
         self.arrivals = Arrivals(self)
         self.control = Control(self)

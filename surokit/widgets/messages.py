@@ -71,6 +71,7 @@ from surokit.widgets.picture import (
     idle_lines,
     layer_lines,
     progress_words,
+    rank_lines,
     run_table,
     suggestion,
     summary_line,
@@ -276,7 +277,13 @@ class Wire:
         }
 
     def _run(self, key: str, state: PanelState, number: int, events: int, lines: int, letters: int) -> dict[str, Any]:
-        notes = [*idle_lines(state), *sustained_lines(state), *layer_lines(state), *expert_lines(state)]
+        notes = [
+            *idle_lines(state),
+            *sustained_lines(state),
+            *layer_lines(state),
+            *expert_lines(state),
+            *rank_lines(state),
+        ]
         told = figures(state)
         return {
             "key": plain(key)[:60],

@@ -251,7 +251,7 @@ def _one(state: PanelState, theme: Theme, points: int) -> str:
                 empty=NOT_TIMED if pane.name == "rate" else NO_STEPS,
             )
         )
-    notes = [*idle_lines(state), *layer_lines(state), *expert_lines(state), *sustained_lines(state)]
+    notes = [*idle_lines(state), *layer_lines(state), *expert_lines(state), *rank_lines(state), *sustained_lines(state)]
     foot: Foot = [("note", line) for line in notes]
     for line in state.warning_lines():
         start, *rest = wrap(cut(line, 150), 78)
@@ -421,6 +421,15 @@ def expert_lines(state: PanelState) -> list[str]:
     return [f"Experts: {short(least)} to {short(most)} of an even load{loss}"]
 
 
+def rank_lines(state: PanelState) -> list[str]:
+    """Return a line on the slowest of several processes, for which the others wait; [] for a single one."""
+    if state.slowest is None:
+        return []
+    rank, slowest_ms, median_ms = state.slowest
+    more = f"{slowest_ms / median_ms - 1:.0%} over the median" if median_ms > 0 else "the median takes no time"
+    return [f"Ranks: {rank} is the slowest, {more} ({short(slowest_ms)} ms of data and forward)"]
+
+
 def clock_time(seconds: float) -> str:
     """Return the seconds as 0:07, 12:30, 3:05:00 or 2 d 03:05."""
     whole = int(seconds + 0.5)
@@ -491,7 +500,7 @@ def summary_text(states: States) -> str:
     _, y = state.loss_mean.points()
     if len(y) > 1:
         lines.append(f"loss (EMA) {short(y[0])} {sparkline(y)} {short(y[-1])}")
-    lines += idle_lines(state) + layer_lines(state) + expert_lines(state) + sustained_lines(state)
+    lines += idle_lines(state) + layer_lines(state) + expert_lines(state) + rank_lines(state) + sustained_lines(state)
     lines += [f"! {line}" for line in state.warning_lines()]
     lines += [f"  {suggestion(state)}"] if suggestion(state) else []
     notes = [event for event in state.events if event.kind == "note"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.runs.jsonl import parsed
-from surokit.widgets.state import ROUTING, PanelState
+from surokit.widgets.state import ROUTING, SLOWEST, PanelState
 
 if TYPE_CHECKING:
     import numpy as np
@@ -194,6 +194,7 @@ COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "wall_ms", "stall_ms", "peak_gib", "elapsed_s"),
     *("skipped", "targets", "idle_frac", "eval_loss", "busy_frac", "launches", "offload_ms"),
     *ROUTING,
+    *SLOWEST,
 )
 
 
@@ -287,6 +288,7 @@ def _folded(steps: Columns, count: int) -> Iterable[tuple[dict[str, list[tuple[f
         "launches": mean(steps["launches"], each),
         "idle": mean(steps["idle_frac"], np.nan_to_num(wall_ms)),
         **{name: mean(steps[name], each) for name in ROUTING},
+        **{name: steps[name][last] for name in SLOWEST},
     }
     for points, row in zip(zip(*map(extremes, curves.values())), _rows(values)):
         yield dict(zip(curves, points)), row

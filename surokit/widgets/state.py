@@ -42,6 +42,7 @@ KINDS = {
 }
 _RANK = {kind: rank for rank, kind in enumerate((*KINDS, "note", "phase"))}
 ROUTING = ("balance_loss", "expert_load_max", "expert_load_min")  # columns of a model with experts
+SLOWEST = ("slowest_rank", "slowest_ms", "median_ms")  # columns of a run on several processes
 LAST = {"1 s": 1.0, "1 min": 60.0, "10 min": 600.0}  # spans over which the panel tells the rate
 
 
@@ -314,6 +315,8 @@ class PanelState:
         self.launches: float | None = None  # kernel launches a step, likewise
         # load of the most and the least used expert, and the load-balancing loss, of the last step that had them
         self.routing: tuple[float, float, float | None] | None = None
+        # of several processes the slowest one's number, and ms of a step that it and the median one compute or wait for data
+        self.slowest: tuple[int, float, float] | None = None
         self.health = _health()
         self._judges = True
         self.events: list[Event] = []
@@ -369,6 +372,9 @@ class PanelState:
             balance_loss=known("balance_loss"),
             expert_load_max=known("expert_load_max"),
             expert_load_min=known("expert_load_min"),
+            slowest_rank=known("slowest_rank"),
+            slowest_ms=known("slowest_ms"),
+            median_ms=known("median_ms"),
         )
 
     def add_record(self, record: Record, late: Mapping[str, float]) -> None:
@@ -392,6 +398,9 @@ class PanelState:
             balance_loss=late.get("balance_loss"),
             expert_load_max=late.get("expert_load_max"),
             expert_load_min=late.get("expert_load_min"),
+            slowest_rank=late.get("slowest_rank"),
+            slowest_ms=late.get("slowest_ms"),
+            median_ms=late.get("median_ms"),
         )
 
     def add(
@@ -416,6 +425,9 @@ class PanelState:
         balance_loss: float | None = None,
         expert_load_max: float | None = None,
         expert_load_min: float | None = None,
+        slowest_rank: float | None = None,
+        slowest_ms: float | None = None,
+        median_ms: float | None = None,
         steps: int = 1,
     ) -> None:
         """Add one step's numbers; None means not measured.
@@ -424,7 +436,8 @@ class PanelState:
         of the step's time, 0..1. stall: seconds of it that waited for a batch. memory: the highest so far, in GiB. busy: share of
         the time in which the device worked, 0..1, and launches: kernel launches a step, if a meter sampled them. offload: seconds
         of it that the device waited for an offloading optimizer, idle time as well. balance_loss, expert_load_max, expert_load_min:
-        of the routers of experts, as in the record. steps: how many steps up to this one the
+        of the routers of experts, as in the record. slowest_rank, slowest_ms, median_ms: which of several processes is slowest,
+        and what it and the median one do alone in a step. steps: how many steps up to this one the
         numbers stand for: the means of their losses, norms and shares, the sums of their tokens and seconds. Health judges single
         steps only.
 
@@ -452,6 +465,8 @@ class PanelState:
             self.busy, self.launches = busy, launches
         if expert_load_max is not None and expert_load_min is not None:
             self.routing = expert_load_max, expert_load_min, balance_loss
+        if slowest_rank is not None and slowest_ms is not None and median_ms is not None:
+            self.slowest = int(slowest_rank), slowest_ms, median_ms
         if held_out is not None:
             self.held_out.append(step, held_out)
         if tokens is not None:

@@ -334,6 +334,19 @@ def begins_as_the_first(folder: Path) -> dict[str, Any]:
     return {"own": first, "same": same, "dropped": (seen[0] == 0)}
 
 
+def tells_the_slowest(folder: Path) -> dict[str, Any]:
+    """The third process waits for its data, as it says."""
+    session = sk.Session(Toy(), make_batches(), parallel=LAYOUTS["copies"], schedule=None)
+    pace = session.measuring.pace
+    assert pace is not None
+    session.run(1)
+    if dist.get_rank() == 2:
+        pace.waited(1e9)  # ms
+    session.run(9)
+    told = session.records.column("slowest_rank"), session.records.column("slowest_ms")
+    return {"told": [[*map(float, column)] for column in told]}
+
+
 class Seen(nn.Module):
     """A model that remembers which batches it was given, by their first token."""
 
@@ -419,6 +432,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "is counted": is_counted,
     "is asked": is_asked,
     "is not finite": is_not_finite,
+    "tells the slowest": tells_the_slowest,
     "begins as the first": begins_as_the_first,
     "shares the data": shares_the_data,
     "refuses": refuses,

@@ -221,6 +221,13 @@ def test_a_step_that_is_not_finite_in_one_process_counts_in_none(ranks: Any) -> 
         assert "hidden" in result["finding"]
 
 
+def test_all_know_which_one_is_slow(ranks: Any) -> None:
+    for result in found_in(ranks, "tells the slowest"):
+        slowest, ms = result["told"]
+        assert slowest[-1] == 2
+        assert 1e8 < ms[-1] < 1e9
+
+
 def test_the_first_process_weights_count(ranks: Any) -> None:
     found = found_in(ranks, "begins as the first")
     assert [result["own"] for result in found] == [True, False, False, False]
