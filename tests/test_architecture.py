@@ -60,11 +60,11 @@ MAY_IMPORT = {
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
     "parallel": "errors blocks ranks formats quantizer quantized recipe applied kernels nn layers convert models optim hub places "
     "units tables torch_private",
-    "train": "ranks blocks parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors places units "
-    "tables optim runs planner profiler torch_private",
+    "train": "ranks blocks parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors places "
+    "units tables optim runs planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
     "launching": "errors ranks runs places units tables widgets torch_private",
-    "efficiency": "launching train profiler tables units",
+    "efficiency": "planner launching train profiler tables units",
     "live": "train widgets runs environment",
     "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "
     "statistics tables optim runs torch_private",

@@ -155,6 +155,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     predicted.add_argument("--measured", type=Path, help="the gpu.json of an hour, whose figures are put beside")
 
+    scaling = commands.add_parser(
+        "scaling", help="planned efficiency on many GPUs beside what others published: predictions"
+    )
+
     compiled = commands.add_parser(
         "compiled", help="what the Triton kernels compile to without a GPU: registers, spills"
     )
@@ -220,6 +224,7 @@ def make_parser() -> argparse.ArgumentParser:
         gpu,
         peers,
         predicted,
+        scaling,
         compiled,
         watching,
         overhead,

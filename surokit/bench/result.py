@@ -169,6 +169,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "gpu",
         "peers",
         "predicted",
+        "scaling",
         "compiled",
         "front_ends",
         "watching",

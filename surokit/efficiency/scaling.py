@@ -9,13 +9,16 @@ The loss is divided by the time that a rank takes for a token, u = step time / t
 
 so each part's growth is its part of the loss. Computing that grows because a rank has fewer tokens a step (one batch divided among
 more ranks) is called smaller batches; with as many tokens it belongs to the rest. A part below 0 is a gain.
+
+Numbers of GPUs that are not there can be planned from the largest one that was measured, n: u(m) = u(n) + the plan's u(m) - the
+plan's u(n). What a plan does not know (waiting for slow ranks, a busy network) is in u(n) as it was measured, and does not grow.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from surokit.planner import Plan
+    from surokit.planner.times.roofline import Estimate
+
 FORMAT = 1
 
 
@@ -38,7 +44,7 @@ class Rate:
     gpus: processes, each on a GPU of its own, or on a share of a CPU. tokens_per_s: of all together, sustained. tokens_per_step:
     of all together. communication_ms, waiting_ms, computing_ms: milliseconds of a step, the mean of the ranks: communication that
     nothing hides while data moves, and while another rank is waited for, and time in which the rank computes; None where no
-    profile says.
+    profile says. planned: nobody measured it.
     """
 
     gpus: int
@@ -47,6 +53,7 @@ class Rate:
     communication_ms: float | None = None
     waiting_ms: float | None = None
     computing_ms: float | None = None
+    planned: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
@@ -103,6 +110,26 @@ class Scaling:
             [Rate(n, r, None if tokens_per_step is None else n * tokens_per_step) for n, r in rates.items()], device
         )
 
+    def planned(self, plan: Callable[[int], Plan], gpus: Sequence[int]) -> Scaling:
+        """Return these rates with those that a plan expects of more GPUs, called planned.
+
+        plan: gives the plan of the run on so many GPUs, as lambda n: surokit.plan(config, gpus=n, gpu="H100", zero=3, batch=4,
+        length=4096). A rank takes as much longer for a token than on the largest number that was measured, as its plan says.
+        gpus: larger numbers. ValueError for others, and for a plan without a time.
+        """
+        measured = [rate for rate in self.rates if not rate.planned]
+        last = measured[-1]
+        if not gpus or min(gpus) <= last.gpus:
+            raise ValueError(
+                f"planned(gpus={gpus!r}): numbers above {last.gpus}, which is the largest that was measured."
+            )
+        own_us, start_us = 1e6 * last.gpus / last.tokens_per_s, _planned_us(plan, last.gpus)
+        rates = []
+        for n in gpus:
+            us = own_us + _planned_us(plan, n) - start_us
+            rates.append(Rate(n, 1e6 * n / us, _estimated(plan, n).tokens, planned=True))
+        return Scaling([*measured, *rates], self.device)
+
     def __getitem__(self, gpus: int) -> Rate:
         for rate in self.rates:
             if rate.gpus == gpus:
@@ -120,8 +147,8 @@ class Scaling:
         return tuple(_loss(a, b) for a, b in pairwise(self.rates))
 
     def frame(self) -> pd.DataFrame:
-        """Return one row for each number of GPUs: gpus, tokens_per_s, efficiency, step_ms, and the loss since the number before
-        with its parts: loss, communication, waiting, smaller_batches, rest."""
+        """Return one row for each number of GPUs: gpus, tokens_per_s, efficiency, step_ms, planned, and the loss since the
+        number before with its parts: loss, communication, waiting, smaller_batches, rest."""
         import pandas
 
         return pandas.DataFrame(self._rows())
@@ -135,6 +162,7 @@ class Scaling:
                 "tokens_per_s": rate.tokens_per_s,
                 "efficiency": self.efficiency(rate.gpus),
                 "step_ms": rate.step_ms,
+                "planned": rate.planned,
             }
             loss = losses.get(rate.gpus)
             row["loss"] = None if loss is None else loss.total
@@ -174,7 +202,8 @@ class Scaling:
         for row in self._rows():
             step = "" if row["step_ms"] is None else three_digits(row["step_ms"])
             shares = ["" if row[name] is None else f"{row[name]:.1%}" for name in ("loss", *PARTS)]
-            cells.append([str(row["gpus"]), f"{row['tokens_per_s']:,.0f}", f"{row['efficiency']:.1%}", step, *shares])
+            gpus = f"{row['gpus']}{', planned' * row['planned']}"
+            cells.append([gpus, f"{row['tokens_per_s']:,.0f}", f"{row['efficiency']:.1%}", step, *shares])
         return cells
 
     def _title(self) -> str:
@@ -196,7 +225,25 @@ class Scaling:
         first = self.rates[0]
         ideal = [first.tokens_per_s * n / first.gpus for n in gpus]
         left.plot(gpus, ideal, "--", color="0.6", label="ideal")
-        left.plot(gpus, [rate.tokens_per_s for rate in self.rates], "o-", color="#0072b2", label="measured")
+        measured = [rate for rate in self.rates if not rate.planned]
+        left.plot(
+            [rate.gpus for rate in measured],
+            [rate.tokens_per_s for rate in measured],
+            "o-",
+            color="#0072b2",
+            label="measured",
+        )
+        if planned := [rate for rate in self.rates if rate.planned]:
+            joined = [measured[-1], *planned]
+            left.plot(
+                [rate.gpus for rate in joined],
+                [rate.tokens_per_s for rate in joined],
+                "o:",
+                color="#0072b2",
+                markerfacecolor="white",
+                markevery=range(1, len(joined)),
+                label="planned",
+            )
         for rate in self.rates[1:]:
             left.annotate(
                 f"{self.efficiency(rate.gpus):.0%}",
@@ -245,6 +292,21 @@ def _loss(since: Rate, to: Rate) -> Loss:
     smaller = shares["computing_ms"] if fewer else 0.0
     rest = total - shares["communication_ms"] - shares["waiting_ms"] - smaller
     return Loss(since.gpus, to.gpus, total, shares["communication_ms"], shares["waiting_ms"], smaller, rest)
+
+
+def _estimated(plan: Callable[[int], Plan], gpus: int) -> Estimate:
+    found = plan(gpus)
+    if found.estimate is None:
+        raise ValueError(
+            f"The plan for {gpus} GPUs has no time: give surokit.plan a config, a GPU of its table, batch= and length=."
+        )
+    return found.estimate
+
+
+def _planned_us(plan: Callable[[int], Plan], gpus: int) -> float:
+    """Return the microseconds of a rank for one of its tokens, as planned."""
+    found = _estimated(plan, gpus)
+    return 1e3 * found.step_ms * gpus / found.tokens
 
 
 def _growth(since: Rate, to: Rate, name: str) -> float | None:

@@ -74,6 +74,46 @@ def test_it_is_shown_as_table_frame_and_picture() -> None:
     assert {text.get_text() for text in legend.get_texts()} == {"communication", "waiting", "rest"}
 
 
+CONFIG = sk.DecoderConfig(layers=4, width=1024, heads=8, kv_heads=8, vocab=32000, ffn=2816, max_length=2048)
+
+
+def planned_on(gpus: int) -> sk.Plan:
+    between = 1.0 if gpus > 8 else None
+    return sk.plan(CONFIG, gpus=gpus, gpu="H100", zero=3, batch=1, length=2048, between_gb_s=between)
+
+
+def test_more_gpus_are_planned_and_called_so(tmp_path: Path) -> None:
+    """A slow link between machines: all of its time is added to what was measured."""
+    measured = Scaling.of({4: 400_000, 8: 720_000}, device="8 x H100")
+    found = measured.planned(planned_on, (16, 32))
+    assert [rate.planned for rate in found.rates] == [False, False, True, True]
+    here, more = planned_on(8).estimate, planned_on(16).estimate
+    assert here is not None
+    assert more is not None
+    us = 1e6 * 8 / 720_000 + 1e3 * (more.step_ms - here.step_ms) / 2048
+    assert found[16].tokens_per_s == pytest.approx(1e6 * 16 / us)
+    assert found.efficiency(16) < 0.8 * found.efficiency(8)
+    assert found[16].step_ms == pytest.approx(us * 2048 / 1e3)
+    assert "16, planned" in repr(found)
+    assert list(found.frame()["planned"]) == [False, False, True, True]
+    legend = found.plot().axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["ideal", "measured", "planned"]
+    assert Scaling.load(found.save(tmp_path / "scaling.json")).rates == found.rates
+    again = found.planned(planned_on, (16,))
+    assert again[16] == found[16]  # from what was measured, not from a plan
+    assert len(again.rates) == 3
+
+
+def test_plans_of_fewer_gpus_or_without_a_time_are_refused() -> None:
+    measured = Scaling.of({8: 720_000})
+    for gpus in ((), (8, 16)):
+        with refused(ValueError):
+            measured.planned(planned_on, gpus)
+    with refused(ValueError):
+        measured.planned(lambda n: sk.plan(7e9, gpus=n), (16,))
+
+
 def test_numbers_that_are_no_rates_are_refused() -> None:
     with refused(ValueError):
         Rate(0, 100)
