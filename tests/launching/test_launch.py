@@ -19,6 +19,8 @@ import pytest
 
 import surokit as sk
 from surokit import cli
+from surokit.bench.result import write
+from surokit.environment import environment
 from surokit.launching.outcome import failure_in
 from surokit.launching.output import Output
 from surokit.ranks import rank_here
@@ -348,5 +350,16 @@ def test_twenty_kills_cost_nothing_but_time(layout: sk.Parallel, tmp_path: Path)
     choose = random.Random(20)
     kills = {restart: (3 + 4 * restart + choose.randrange(4), choose.randrange(2)) for restart in range(20)}
     found = sk.launch(functions.trains, tmp_path / "killed", kills, layout, steps, gpus=2, restarts=20)
+    raw = {
+        "benchmark": "a run of 100 steps on 2 processes, one of which is killed 20 times",
+        "environment": environment(),
+        "layout": str(layout),
+        "killed": [{"step": step, "rank": rank} for step, rank in kills.values()],
+        "steps": found["steps"],
+        "losses that differ from a run without kills": sum(a != b for a, b in zip(found["losses"], whole["losses"])),
+        "seconds of steps done twice": found["seconds"],
+    }
+    name = "copies" if layout.shard == 1 else "shards"
+    write(raw, ROOT / "docs" / "measurements" / f"kills-{name}.json")
     assert found["steps"] == steps
     assert found["losses"] == whole["losses"]

@@ -1,9 +1,10 @@
 """Four processes that train one model with Session(parallel=...), over gloo, on a CPU: run by test_spread.py once.
 
-    python -m tests.parallel.spread_ranks RANK FOLDER
+    python -m tests.parallel.spread_ranks RANK FOLDER [JOB ...]
 
-Each rank goes through every job and writes what it found to rankN.pt. A job that raises ends its process, with its traceback
-written, since the others are in another collective by then.
+Each rank goes through every job, or through those that are named, and writes what it found to rankN.pt. A job that raises ends its
+process, with its traceback written, since the others are in another collective by then. Where there are GPUs the same jobs run on
+those, over NCCL if each rank has one of its own (tests/gpu/test_parallel.py).
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ def batches(count: int = 2 * RANKS) -> list[Batch]:
     return found
 
 
-def measured(case: Case, parallel: sk.Parallel | None, accumulate: int, **options: Any) -> dict[str, Any]:
-    """What a session records, and the weights that it ends with."""
-    model = make(case)
+def measured(
+    case: Case, parallel: sk.Parallel | None, accumulate: int, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
+    """What a session records, and the weights that it ends with; a session on several processes finds its device itself."""
+    model = make(case).to(device)
     session = sk.Session(
         model,
         batches(),
@@ -440,22 +443,35 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+def on_host(found: Any) -> Any:
+    """What a job found, with its tensors in the host's memory."""
+    if isinstance(found, dict):
+        return {name: on_host(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [on_host(value) for value in found]
+    return found.cpu() if isinstance(found, Tensor) else found
+
+
 def can(name: str) -> bool:
     recipe, _, layout = name.partition(", ")
     return layout in ("", "copies") or recipe not in CASES or is_sharded(CASES[recipe])
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, *names: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     store = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
+    backend = "cpu:gloo,cuda:nccl" if gpus >= RANKS else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
     for name, job in JOBS.items():
-        if not can(name):
+        if not can(name) or (names and name not in names):
             continue
         try:
-            found[name] = job(folder)
+            found[name] = on_host(job(folder))
         except Exception:
             found[name] = {"error": traceback.format_exc()}
             break
@@ -464,4 +480,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
