@@ -45,6 +45,7 @@ from surokit.environment import cores, cpu_model, float32_precision, front_end
 from surokit.hardware.gpus import GPUS, Ceilings, Gpu, find_gpu
 from surokit.hardware.machine import machine_gib
 from surokit.kernels import addmm_, native
+from surokit.places import write_whole
 from surokit.torch_private import fused_adamw_
 
 _VERSION = 4  # of the measurements: a change of what is measured makes cached figures stale
@@ -423,11 +424,9 @@ def read_kept(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
 def write_kept(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:
     """Write a result, whole or not at all. Warns where the folder cannot be written."""
     text = json.dumps({"key": key, "seconds": seconds, "gpu": gpu.to_json()}, indent=1)
-    part = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        write_whole(file, text)
     except OSError as error:
         warnings.warn(f"calibrate() could not keep its result, and will measure again: {error}.", stacklevel=3)
 

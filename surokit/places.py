@@ -1,8 +1,11 @@
-"""Check the device that a user names, the model that is given and the folder that is to be written, before any work is lost."""
+"""Check the device that a user names, the model that is given and the folder that is to be written, before any work is lost; write
+files whole."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,3 +97,15 @@ def make_folder(folder: Path, what: str) -> None:
             f"The {what} {folder} cannot be written to ({error.strerror or error}): choose a folder of yours, or have its "
             "permissions changed.",
         ) from error
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file that whoever looks sees whole or not at all: beside it first, under another name. OSError as the system gives it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data.encode() if isinstance(data, str) else data)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise

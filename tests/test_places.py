@@ -12,7 +12,7 @@ import torch
 
 import surokit as sk
 from surokit import texts
-from surokit.places import find_device, make_folder
+from surokit.places import find_device, make_folder, write_whole
 from tests.refusals import refused
 from tests.train.toys import Toy, make_batches, make_session
 
@@ -196,3 +196,20 @@ class TestFolders:
         monkeypatch.setattr(Path, "mkdir", mkdir)
         sk.save(decoder(), folder)
         assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+class TestAFileIsWrittenWhole:
+    def test_or_left_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "file.json"
+        write_whole(path, "first")
+        write_whole(path, "äöü".encode())
+        assert path.read_text(encoding="utf-8") == "äöü"
+
+        def full(self: Path, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(path, "third")
+        assert path.read_text(encoding="utf-8") == "äöü"
+        assert [p.name for p in tmp_path.iterdir()] == ["file.json"]

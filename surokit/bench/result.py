@@ -13,6 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from surokit.places import write_whole
 from surokit.statistics import spread
 
 if TYPE_CHECKING:
@@ -113,9 +114,7 @@ def write(data: Mapping[str, Any], path: Path) -> None:
     only the last name is written: a result is for others, and a message of an error may say where things lie on this
     machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(_without_paths(data), indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    write_whole(path, json.dumps(_without_paths(data), indent=1) + "\n")
 
 
 _FOLDERS = re.compile(r"(?<![\w.:/~<])~?/(?:[^\s/'\"()<>:]+/)+")

@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.places import write_whole
 from surokit.tables import html_table, text_table
 from surokit.units import three_digits
 
@@ -176,11 +177,8 @@ class Scaling:
         """Write the rates as JSON, and return the file."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f"{file.name}.unfinished")
-        draft.write_text(
-            json.dumps({"format": FORMAT, "device": self.device, "rates": [asdict(r) for r in self.rates]}, indent=1)
-        )
-        draft.replace(file)
+        rates = [asdict(rate) for rate in self.rates]
+        write_whole(file, json.dumps({"format": FORMAT, "device": self.device, "rates": rates}, indent=1))
         return file
 
     @classmethod

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from surokit.launching.call import loaded, value_bytes
+from surokit.places import write_whole
 from surokit.ranks import FOLDER, HANG_S, rank_here
 
 CALL, VALUE, SETTINGS, ENDED = "call.pkl", "value.pkl", "settings.json", "ended"
@@ -111,13 +112,6 @@ def _die_with(launcher: int) -> None:
             ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
     if os.getppid() != launcher:  # it has ended before this could be said
         os._exit(1)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that whoever looks sees whole or not at all."""
-    draft = path.with_suffix(".unfinished")
-    draft.write_bytes(data)
-    draft.replace(path)
 
 
 if __name__ == "__main__":

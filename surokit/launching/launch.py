@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from surokit.launching.call import loaded, packed
-from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE, write_whole
+from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE
 from surokit.launching.outcome import Failure, LaunchError, failure_in
 from surokit.launching.output import Output, Shown
+from surokit.places import write_whole
 from surokit.ranks import LIVE, RESTARTS, rank_here
 from surokit.runs.requests import STOP
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from surokit.optim.schedule import schedule_from_dict
 from surokit.optim.spec import Spec, is_ours, spec_from_dict, spec_to_dict
-from surokit.places import make_folder
+from surokit.places import make_folder, write_whole
 from surokit.racing.entries import folder_of
 from surokit.racing.runs import Run, read_steps, write_steps
 from surokit.recipe import BF16, Recipe
@@ -53,8 +53,8 @@ def write(race: RaceResult, where: Path) -> Path:
         "folders": {name: folder_of(name) for name in race.runs},
         "table": _table(race),
     }
-    _replace(where / "race.json", json.dumps(data, indent=1, allow_nan=True))
-    _replace(where / "rerun.py", script(race))
+    write_whole(where / "race.json", json.dumps(data, indent=1, allow_nan=True))
+    write_whole(where / "rerun.py", script(race))
     return where
 
 
@@ -62,14 +62,7 @@ def tell_turn(where: Path, runs: Iterable[str], state: str, round: int, turn: st
     """Write turn.json, how a race that goes on stands, for `surokit.watch`; a disk that does not take it is no reason to stop."""
     said = {"runs": {name: folder_of(name) for name in runs}, "state": state, "round": round, "turn": turn}
     with suppress(OSError):
-        _replace(where / TURN, json.dumps(said))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file's text, whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+        write_whole(where / TURN, json.dumps(said))
 
 
 def _table(race: RaceResult) -> list[str]:

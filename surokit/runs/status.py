@@ -19,7 +19,6 @@ It is written whole, under another name and renamed, so a reader never sees half
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from surokit.places import write_whole
 from surokit.runs.locks import Lock
 
 FILE = "run.json"
@@ -165,10 +165,8 @@ class StatusFile:
             return
         self._due = clock + EVERY_S
         status = Status(info, state, clock, step, run_s, tuple(dict(event) for event in events[-EVENTS:]))
-        beside = self.path.with_name(f".{FILE}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps(status.to_dict()), encoding="utf-8")
-            beside.replace(self.path)
+            write_whole(self.path, json.dumps(status.to_dict()))
         except OSError as error:
             if not self._warned:
                 self._warned = True

@@ -1,4 +1,4 @@
-"""Four processes train what one process trains, on GPUs: over NCCL where each has one of its own, else over gloo on those there are.
+"""Four processes train what one process trains, on GPUs: over NCCL where each has one of its own, else over gloo.
 
 The jobs are those of tests/parallel, in which the same is held on a CPU. With fewer than four GPUs, and in a rehearsal, NCCL is not
 used, since it takes no two processes on one GPU.
