@@ -100,7 +100,7 @@ def make_folder(folder: Path, what: str) -> None:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file that whoever looks sees whole or not at all: beside it first, under another name. OSError as the system gives it."""
+    """Write a file that whoever looks sees whole or not at all: under another name first. OSError as the system gives it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -126,17 +126,18 @@ class Launch:
         """Wait until all processes have ended; return what the first one returned.
 
         A first interrupt asks the runs in them to save and end, and goes on waiting; a second one, or one after stop(), ends them
-        at once.
+        at once. A SIGTERM, by which schedulers end a program, is an interrupt here, unless the program handles it.
         """
         try:
-            while not self._over.is_set():
-                try:
-                    self._over.wait(LOOK_S)
-                    self._look()
-                except KeyboardInterrupt:
-                    if self._asked:
-                        raise
-                    self._let_end()
+            with _terminated_as_interrupted():
+                while not self._over.is_set():
+                    try:
+                        self._over.wait(LOOK_S)
+                        self._look()
+                    except KeyboardInterrupt:
+                        if self._asked:
+                            raise
+                        self._let_end()
         except BaseException:
             self.kill()
             raise
@@ -294,6 +295,19 @@ def launch_script(
     running = Launch(processes_for(gpus, restarts), restarts, hang_s, output)
     running.start(script=script, is_module=is_module)
     running.wait()
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def check_outside(who: str) -> None:

@@ -32,7 +32,7 @@ from tests.refusals import refused
 from tests.train.toys import Toy, make_batches, make_session
 
 
-def interrupts(*when: Callable[[], object]) -> threading.Thread:
+def interrupts(*when: Callable[[], object], by: signal.Signals = signal.SIGINT) -> threading.Thread:
     """Sends the main thread the signal of Ctrl-C and of a notebook's stop button, each time that the next of these holds."""
     main = threading.main_thread().ident
     assert main is not None
@@ -40,7 +40,7 @@ def interrupts(*when: Callable[[], object]) -> threading.Thread:
     def send() -> None:
         for true in when:
             until(true)
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, by)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -150,13 +150,16 @@ def test_a_process_lost_too_often_ends_the_launch() -> None:
     assert found.value.kind == "killed"
 
 
-def test_an_interrupt_lets_the_runs_save_and_end(tmp_path: Path) -> None:
-    thread = interrupts((tmp_path / "began").exists)
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_an_interrupt_lets_the_runs_save_and_end(tmp_path: Path, by: signal.Signals) -> None:
+    """SIGTERM is how a scheduler ends a program."""
+    thread = interrupts((tmp_path / "began").exists, by=by)
     steps, reason = sk.launch(functions.waits_for_stop, tmp_path, gpus=2)
     thread.join()
     assert reason == "stopped: interrupted"
     assert steps >= 2
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps:06d}").is_dir()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_second_interrupt_ends_all_and_what_they_started(tmp_path: Path) -> None:
