@@ -165,6 +165,8 @@ class Session(Trainer):
             parallel,
         )
         check_alone(model, parallel)
+        if parallel is not None and compile:  # the compiler would break its graph at each gathered weight
+            parallel = replace(parallel, communicate="bf16")
         self.parallel, self.processes = parallel, join(parallel)
         self.model = model
         if parallel is not None and not is_deferred(model):

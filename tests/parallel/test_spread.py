@@ -294,6 +294,12 @@ def test_a_session_beside_others_says_how_they_train_together(monkeypatch: pytes
         make_session()
 
 
+def test_a_session_that_compiles_gathers_numbers() -> None:
+    session = make_session(parallel=sk.Parallel(), compile=True)
+    assert session.processes.layout.communicate == "bf16"
+    assert make_session(parallel=sk.Parallel()).processes.layout.communicate == "codes"
+
+
 def test_one_process_is_a_layout_too() -> None:
     session, usual = make_session(parallel=sk.Parallel()), make_session()
     session.run(3)
