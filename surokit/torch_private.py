@@ -13,8 +13,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         torch._scaled_mm
     surokit/agreement/batches.py: what torch.compile wraps
         _orig_mod
-    surokit/launching/agent.py: a method that torchelastic's agents extend, which sees how each process ended
-        _monitor_workers
+    surokit/launching/agent.py: a method that torchelastic's agents extend, which sees how each process ended, and their processes
+        _monitor_workers, _pcontext
     surokit/models/decoder.py: a method that a module extends, for what it keeps beside its parameters
         _apply
     surokit/models/foreign.py: the same, and the module's own layers
@@ -27,8 +27,6 @@ Some names serve one file, which is about them, and stay there. The same test fa
         _modules, _parameters
     surokit/nn/experts.py: methods that the module extends, for what it keeps; its own parameters and children
         _apply, _load_from_state_dict, _modules, _parameters
-    surokit/nn/gathered.py: the operator that a cast becomes
-        torch.ops.aten._to_copy.default
     surokit/nn/linear.py: methods that the layer extends, for what it keeps; its own parameters and children
         _apply, _load_from_state_dict, _modules, _parameters
     surokit/nn/rope.py: a method that the module extends, which builds its tables anew for a device or dtype
@@ -63,6 +61,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -339,28 +338,18 @@ def padded_shard(shard: Any) -> Tensor:
 def extend_gather(shard: Any, before: Callable[[Any], Any], after: Callable[..., Any]) -> None:
     """Call before(mesh) and after(outputs, ...) around each gather of a shard, as `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
-    torch looks for these on the local tensor of the shard, which stays an ordinary one. They are put there again whenever torch
-    takes another (after to_empty, load_state_dict): relies on `_sharded_local_tensor` and `_init_extensions`, and on
-    `reset_sharded_param` being what torch calls then.
+    torch looks for these on the local tensor of the shard, which is a tensor as any other here: whoever copies or saves it gets
+    no more. Relies on torch's looking through `_sharded_local_tensor` only, and on `_init_extensions`.
     """
-    reset = shard.reset_sharded_param
-
-    def extend() -> None:
-        local = shard._sharded_local_tensor
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
-
-    def reset_and_extend() -> None:
-        reset()
-        extend()
-
-    shard.reset_sharded_param = reset_and_extend
-    extend()
+    looks_elsewhere = {"_sharded_local_tensor": property(lambda shard: shard.around_gathers)}
+    shard.__class__ = type(type(shard).__name__, (type(shard),), looks_elsewhere)
+    shard.around_gathers = SimpleNamespace(fsdp_pre_all_gather=before, fsdp_post_all_gather=after)
     shard._init_extensions()
 
 
 def extension_of(shard: Any) -> Any:
     """Return the object whose method `extend_gather` has put before the gathers of a shard, None without one."""
-    return getattr(getattr(shard._sharded_local_tensor, "fsdp_pre_all_gather", None), "__self__", None)
+    return shard.around_gathers.fsdp_pre_all_gather.__self__ if hasattr(shard, "around_gathers") else None
 
 
 # -- torch's profiler, compiler and data loader

@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "train": "ranks blocks parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors places "
     "units tables optim runs planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
-    "launching": "errors ranks runs places units tables widgets torch_private",
+    "launching": "environment errors ranks runs places units tables widgets torch_private",
     "efficiency": "planner launching train profiler places tables units",
     "live": "train widgets runs environment",
     "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "

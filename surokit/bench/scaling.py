@@ -1,8 +1,8 @@
 """Plan how runs that others published scale, from the smallest number of GPUs that they report, beside what they measured.
 
-The runs are in published_scaling.csv, each with its source: several numbers of GPUs with the same work on each. The plan is that of
-`Scaling.planned`: what a rank takes for a token on the smallest number is taken as it was measured, and the plan says how much
-more it takes on others. Nothing is fitted.
+The runs are in published_scaling.csv, each with its source: several numbers of GPUs with the same micro-batch on each. The plan
+is that of `Scaling.planned`: what a rank takes for a token on the smallest number is taken as it was measured, and the plan says
+how much more it takes on others. Nothing is fitted.
 """
 
 from __future__ import annotations

@@ -124,11 +124,12 @@ class Scaling:
             raise ValueError(
                 f"planned(gpus={gpus!r}): numbers above {last.gpus}, which is the largest that was measured."
             )
-        own_us, start_us = 1e6 * last.gpus / last.tokens_per_s, _planned_us(plan, last.gpus)
+        own_us, start = 1e6 * last.gpus / last.tokens_per_s, _estimated(plan, last.gpus)
         rates = []
         for n in gpus:
-            us = own_us + _planned_us(plan, n) - start_us
-            rates.append(Rate(n, 1e6 * n / us, _estimated(plan, n).tokens, planned=True))
+            found = _estimated(plan, n)
+            us = own_us + _rank_us(found, n) - _rank_us(start, last.gpus)
+            rates.append(Rate(n, 1e6 * n / us, found.tokens, planned=True))
         return Scaling([*measured, *rates], self.device)
 
     def __getitem__(self, gpus: int) -> Rate:
@@ -301,9 +302,8 @@ def _estimated(plan: Callable[[int], Plan], gpus: int) -> Estimate:
     return found.estimate
 
 
-def _planned_us(plan: Callable[[int], Plan], gpus: int) -> float:
+def _rank_us(found: Estimate, gpus: int) -> float:
     """Return the microseconds of a rank for one of its tokens, as planned."""
-    found = _estimated(plan, gpus)
     return 1e3 * found.step_ms * gpus / found.tokens
 
 

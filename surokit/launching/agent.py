@@ -18,8 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 LOOK_S = 0.1  # between two looks at the processes
-SAME_S = 5  # torchelastic ends the others with SIGTERM at once, and with SIGKILL after 30 s
-# number of the attempt from 0; and the exit status of ranks, in the order in which they were seen to end
+# number of the attempt from 0; and the exit status of the ranks that were not ended by torchelastic, as far as is known
 Starts = Callable[[int], None]
 Failed = Callable[[int, Mapping[int, int]], None]
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -36,13 +35,17 @@ class _Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        by_themselves = self._ended()  # before torchelastic ends the others, once it sees that one has failed
         result = super()._monitor_workers(worker_group)
         if failures := result.failures:
-            first = min(failure.timestamp for failure in failures.values())
-            own = {rank: one.exitcode for rank, one in failures.items() if one.timestamp <= first + SAME_S}
-            self._failed(self._attempt, own)
+            exits = {rank: failure.exitcode for rank, failure in failures.items()}
+            self._failed(self._attempt, {rank: exits[rank] for rank in exits if rank in by_themselves} or exits)
             self._attempt += 1
         return result
+
+    def _ended(self) -> set[int]:
+        handlers: Any = getattr(self._pcontext, "subprocess_handlers", {})
+        return {rank for rank, handler in handlers.items() if handler.proc.poll() is not None}
 
 
 def run_processes(

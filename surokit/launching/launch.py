@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from surokit.environment import front_end
 from surokit.launching.call import loaded, packed
 from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE
 from surokit.launching.outcome import Failure, LaunchError, failure_in
@@ -154,8 +155,8 @@ class Launch:
                 try:
                     self._look()
                     await asyncio.sleep(LOOK_S)
-                except asyncio.CancelledError:  # a notebook's interrupt
-                    if self._asked:
+                except asyncio.CancelledError:
+                    if self._asked or front_end() in ("terminal", "IPython"):  # a timeout; in a notebook an interrupt
                         raise
                     task = asyncio.current_task()
                     if task is not None:
@@ -234,6 +235,9 @@ class Launch:
                 self._close()
                 if (self._folder / VALUE).exists():
                     self._value = loaded((self._folder / VALUE).read_bytes())
+            except BaseException as error:
+                self._error = error  # for whoever asks again
+                raise
             finally:
                 atexit.unregister(self.kill)
                 if not hung:

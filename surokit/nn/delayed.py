@@ -60,6 +60,7 @@ class DelayedScales:
         self.shared = False  # the model is whole in several processes, which its parameters do not show
         self.restored = 0  # how often the amaxes came from outside
         self.rolled = 0  # how often a step was closed
+        self.rewound = 0  # how often earlier amaxes took the place of those in force
         _watch(self)
 
     def __reduce__(self) -> Any:
@@ -223,11 +224,13 @@ class DelayedScales:
             cursor = cursor[:1]
         self.cursor_S.copy_(cursor)
         self.restored += 1
+        self.rewound += 1
 
     def begin_on(self, device: torch.device) -> None:
         """Begin anew on `device`, for a bank that had no memory yet."""
         history, slots = self.history_HS.shape
         self._begin(history, slots, device)
+        self.rewound += 1
 
     def _begin(self, history: int, slots: int, device: torch.device) -> None:
         self.history_HS = torch.zeros(history, slots, dtype=torch.float32, device=device)
@@ -305,6 +308,8 @@ def kept_amaxes(model: nn.Module) -> Iterator[None]:
     finally:
         for t, old in zip(held, before):
             t.copy_(old)
+        for scales in banks_of(model):
+            scales.rewound += 1
 
 
 @contextmanager

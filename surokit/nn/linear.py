@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from surokit import kernels
 from surokit.nn.drawn import note_drawn
+from surokit.nn.gathered import Gathered, of_no_tokens
 from surokit.nn.linear_gemms import SLOTS, Precision, storage_key_of, three_products
 from surokit.nn.weight_cache import KeepsDecoded, QuantizedWeightCache
 from surokit.quantized import Quantized, quantize
@@ -169,6 +170,9 @@ class Linear(nn.Linear, KeepsDecoded):
         if self.keeps_now:  # the products get an ordinary frozen weight, and keep it as they would any
             w, storage, scales = self.decoded_weight(x.dtype), None, ()
         if x.numel() == 0:  # no tokens: nothing to quantize
+            if isinstance(w, Gathered):
+                y = of_no_tokens(x, w)
+                return (y if bias is None else y + bias).to(given)
             return F.linear(x, w if storage is None else self.dense_weight(x.dtype), bias).to(given)
         if self.precision is None and storage is None:
             y = linear(x, w)

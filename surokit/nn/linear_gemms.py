@@ -359,7 +359,7 @@ class _Operands:
         if isinstance(Q, GatheredCodes):
             raise RuntimeError(
                 f"A weight was gathered as codes ({Q.quantizer}) and its layer's products want others: set a layer's recipe before "
-                "surokit.parallel.gather.prepare, or pass communicate='bf16' to it."
+                "the model is divided, or leave out communicate='codes' of surokit.Parallel."
             )
         return Q.dequantize(self.dtype)
 

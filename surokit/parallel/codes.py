@@ -1,8 +1,9 @@
 """Quantize the shard of a weight before FSDP2 gathers it, and put the codes and scales of the whole weight together after it.
 
 What is computed is what the layer would compute of the gathered numbers, bit for bit: a tile of whole rows has its own scale
-wherever it is, and the amaxes of all others are reduced over the shards first. That reduction is a collective of the same group on
-the same stream as the gather that follows it, so all processes issue both in one order, prefetched or not.
+wherever it is, and the amaxes of all others are reduced over the shards first. The host issues that reduction right before the
+gather, prefetched or not, so it is in the same order in all processes. On a GPU the kernels and the reduction run on the stream
+that FSDP2 copies on, for which the stream of the gather waits.
 
 N out_features, K in_features, R processes with a shard each, C rows of a shard, T rows of a tile, S tiles that a shard has part of.
 """
@@ -202,13 +203,14 @@ class CodesOfShard:
         """Return the amax that quantizes the weight, and the shard's own, for the layer to note.
 
         Until its slot has a past, a weight is quantized by its own amax, and all processes must agree that it is so. They look
-        after the same steps, when the slot is the same everywhere. A look waits for the device; once there is a past, none follows.
+        after the same steps, when the slot is the same everywhere. A look waits for the device; once there is a past, none
+        follows (a weight of zeros gets none, and is looked at in each step).
         """
         scales, slot = self.precision.scales, self.precision.first_slot + SLOTS["w"]
         assert scales is not None
         own = kernels.amax(w_CK)
-        now = scales.rolled, scales.restored
-        if self._asked is None or self._asked[1] != scales.restored or not (self._has_past or self._asked == now):
+        now = scales.rolled, scales.rewound
+        if self._asked is None or self._asked[1] != scales.rewound or not (self._has_past or self._asked == now):
             self._asked, self._has_past = now, bool(scales.views(slot, own.device)[0] > 0)
         return scales.in_force(slot, own if self._has_past else _largest(own, group)), (own,)
 

@@ -18,14 +18,14 @@ class Parallel:
         filled so that the two multiply to the number of processes; of two, shard takes all.
     reshard: True gathers weights for each forward and each backward and keeps a shard between them (ZeRO-3); False gathers them
         once a step and keeps them for backward (ZeRO-2). Gradients and optimizer state are divided in both.
-    communicate: "codes" gathers weights as the codes and scales that their layers make of them, where that is less and gives the
-        same numbers bit for bit; "bf16" gathers numbers. Stored weights are gathered as they are in both.
+    communicate: "bf16" gathers weights that train as numbers, in their own dtype; "codes" as the codes and scales that their layers
+        make of them, where that is less, for the same losses and gradients bit for bit. Stored weights are gathered as they are.
     """
 
     shard: int | None = None
     replicate: int | None = None
     reshard: bool = True
-    communicate: Communicate = "codes"
+    communicate: Communicate = "bf16"
 
     def __post_init__(self) -> None:
         for name, value in (("shard", self.shard), ("replicate", self.replicate)):

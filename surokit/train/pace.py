@@ -8,6 +8,7 @@ pace. Both are measured in every 10th step, without waiting for a device, and tr
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median_low
@@ -33,7 +34,7 @@ class Pace:
         self.own_ms = math.nan
         self._device = device
         self._spans: list[tuple[Mark, Mark]] = []  # of the step whose end the device has perhaps not reached
-        self._waited_ms: list[float] = []  # in the steps since
+        self._waited_ms: deque[float] = deque(maxlen=EVERY)  # in the last steps
         self._told: dict[str, float] = {}
 
     @staticmethod
@@ -69,11 +70,11 @@ class Pace:
         if self._spans and self._spans[-1][1].reached and self._waited_ms:
             forward_ms = sum(start.ms_until(end) for start, end in self._spans)
             self.own_ms = forward_ms + sum(self._waited_ms) / len(self._waited_ms)
-            self._spans, self._waited_ms = [], []
+            self._spans = []
         return self.own_ms
 
     def hear(self, own_ms: Sequence[float]) -> None:
-        """Take what each process has said, in the order of their numbers."""
+        """Take what each process has said, in the order of their numbers. Of two the faster one is the median."""
         if not any(map(math.isnan, own_ms)):
             slowest = max(own_ms)
             self._told = {

@@ -54,6 +54,7 @@ from surokit.train.engine import Engine
 from surokit.train.evaluation import Evaluation
 from surokit.train.events import Arrivals, Subscriber, Subscribers
 from surokit.train.measuring import Attachable, Measuring, Meter
+from surokit.train.meters import Numerics
 from surokit.train.peers import ALONE, peers_of
 from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import OwnRandom, RandomState, mixed, seeded
@@ -163,10 +164,9 @@ class Session(Trainer):
             graphs,
             max_skipped,
             parallel,
+            any(isinstance(meter, Numerics) for meter in meters),
         )
         check_alone(model, parallel)
-        if parallel is not None and compile:  # the compiler would break its graph at each gathered weight
-            parallel = replace(parallel, communicate="bf16")
         self.parallel, self.processes = parallel, join(parallel)
         self.model = model
         if parallel is not None and not is_deferred(model):

@@ -49,6 +49,7 @@ def check_settings(
     graphs: Any,
     max_skipped: int,
     parallel: Any = None,
+    reads_weights: bool = False,
 ) -> None:
     check_module(model, "Session") if parallel is not None else check_values(model, "Session")
     if next(model.parameters(), None) is None:
@@ -77,6 +78,11 @@ def check_settings(
         )
     if save_every and run_dir is None:
         raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
+    if isinstance(parallel, Parallel) and parallel.communicate == "codes" and (compile or reads_weights):
+        raise ValueError(
+            f"Session({'compile=True' if compile else 'meters=[numerics()]'}) needs the numbers of weights, and "
+            "Parallel(communicate='codes') leaves each process their codes: leave out one of the two."
+        )
 
 
 def _check_forward(model: nn.Module) -> None:

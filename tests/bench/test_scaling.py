@@ -12,7 +12,7 @@ from surokit.bench import scaling
 ROOT = Path(__file__).parents[2]
 
 
-def test_each_run_is_the_same_work_on_ascending_numbers_of_gpus() -> None:
+def test_each_run_has_the_same_micro_batch_on_ascending_numbers_of_gpus() -> None:
     runs = scaling.runs()
     assert len(runs) == 18
     for rows in runs:

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import surokit as sk
 from surokit import cli
 from surokit.bench.result import write
 from surokit.environment import environment
+from surokit.launching.launch import Launch
 from surokit.launching.outcome import failure_in
 from surokit.launching.output import Output
 from surokit.ranks import rank_here
@@ -183,7 +185,11 @@ def test_a_second_interrupt_ends_all_and_what_they_started(tmp_path: Path) -> No
     until(lambda: not any(map(is_alive, processes)))
 
 
-def test_an_awaited_launch_that_is_cancelled_lets_its_processes_end() -> None:
+def test_an_awaited_launch_that_is_cancelled_in_a_notebook_lets_its_processes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("surokit.launching.launch.front_end", lambda: "Jupyter")
+
     def own() -> str:
         folder = rank_here().folder
         assert folder is not None
@@ -199,6 +205,38 @@ def test_an_awaited_launch_that_is_cancelled_lets_its_processes_end() -> None:
         return await task, running.wait()
 
     assert asyncio.run(cell()) == ("interrupted", "interrupted")
+
+
+def test_elsewhere_it_is_cancelled() -> None:
+    """As by asyncio.timeout or a group of tasks."""
+
+    async def program() -> Launch:
+        running = sk.launch(lambda: threading.Event().wait(), gpus=1, thread=True)
+        task = asyncio.ensure_future(running)
+        await until_async(lambda: running.goes_on)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return running
+
+    running = asyncio.run(program())
+    assert not running.goes_on
+
+
+def test_an_answer_to_the_end_of_all_is_no_failure() -> None:
+    """A process that handles SIGTERM ends with a status, after another has failed."""
+
+    def own(folder: Path) -> None:
+        if rank_here().number == 0:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(15))
+            (folder / "ready").touch()
+            threading.Event().wait()
+        until((folder / "ready").exists)
+        raise ValueError("the real reason")
+
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(sk.LaunchError, match="Rank 1 failed with ValueError"):
+        sk.launch(own, Path(folder), gpus=2)
 
 
 def test_a_process_that_ends_without_a_word_is_named_and_counted() -> None:

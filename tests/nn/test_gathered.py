@@ -80,19 +80,29 @@ def test_no_tokens_give_a_gradient_of_zeros() -> None:
     assert torch.equal(dw, torch.zeros(N, K))
 
 
-def test_other_operations_read_the_numbers_that_the_codes_decode_to() -> None:
+def test_other_operations_on_codes_are_refused() -> None:
+    """The numbers that they decode to are not those of the weight."""
     layer = layer_of(sk.FP8_BLOCK)
-    held = codes_of(layer)
-    p = put(layer, held)
-    assert torch.equal(p * 2, held.dequantize() * 2)
-    assert torch.equal(p.as_strided((2, 3), (K, 1)), held.dequantize()[:2, :3])
+    p = put(layer, codes_of(layer))
+    with refused(RuntimeError):
+        p * 2
+    with refused(RuntimeError):
+        torch.cat([torch.zeros(1, K), p])
     assert "codes e4m3 128x128 blocks" in repr(p)
+
+
+def test_other_operations_read_gathered_numbers() -> None:
+    layer = layer_of(sk.FP8_ROWWISE)
+    w = layer.weight.detach()
+    p = put(layer, w)
+    assert torch.equal(p * 2, w * 2)
+    assert torch.equal(p.as_strided((2, 3), (K, 1)), w[:2, :3])
 
 
 def test_a_cast_of_codes_is_refused() -> None:
     layer = layer_of(sk.FP8_BLOCK)
     put(layer, codes_of(layer))
-    with torch.autocast("cpu", torch.bfloat16), refused(ValueError):
+    with torch.autocast("cpu", torch.bfloat16), refused(RuntimeError):
         layer(torch.ones(T, K))
 
 

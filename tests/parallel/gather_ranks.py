@@ -8,6 +8,7 @@ process found is written to rank0.pt or rank1.pt, and compared by the test.
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 import traceback
@@ -240,11 +241,15 @@ def run_case(case: Case, communicate: Communicate, rank: int) -> Result:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether a state dict of shards is of ordinary tensors, which a load that trusts nobody takes back."""
+    """Whether a state dict of shards is of ordinary tensors, which a load that trusts nobody takes back; parameters are too."""
     state = model.state_dict()
     local = [t.to_local() for t in state.values()]
-    if any(type(t) is not Tensor or vars(t) for t in local):
+    parameters: list[Any] = [*model.parameters()]
+    if any(
+        type(t) is not Tensor or vars(t).keys() - {"_is_param"} for t in (*local, *(p.to_local() for p in parameters))
+    ):
         return False
+    copy.deepcopy(parameters)
     stream = io.BytesIO()
     torch.save(dict(zip(state, local)), stream)
     stream.seek(0)

@@ -294,10 +294,10 @@ def test_a_session_beside_others_says_how_they_train_together(monkeypatch: pytes
         make_session()
 
 
-def test_a_session_that_compiles_gathers_numbers() -> None:
-    session = make_session(parallel=sk.Parallel(), compile=True)
-    assert session.processes.layout.communicate == "bf16"
-    assert make_session(parallel=sk.Parallel()).processes.layout.communicate == "codes"
+@pytest.mark.parametrize("settings", [{"compile": True}, {"meters": [sk.numerics()]}], ids=["compile", "numerics"])
+def test_codes_are_refused_where_weights_are_read(settings: dict[str, Any]) -> None:
+    with refused(ValueError):
+        make_session(parallel=sk.Parallel(communicate="codes"), **settings)
 
 
 def test_one_process_is_a_layout_too() -> None:
