@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,3 +110,12 @@ def write_whole(path: Path, data: str | bytes) -> None:
         with suppress(OSError):
             draft.unlink()
         raise
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Let a file that is written in the block have the permissions of any new one: safetensors writes for the owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(mode)

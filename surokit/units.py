@@ -25,9 +25,9 @@ def times(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3g}"
 
 
-def counted(count: int, what: str) -> str:
-    """Write how many there are: 1 step, 2 steps."""
-    return f"{count} {what}" + "s" * (count != 1)
+def counted(count: int, what: str, several: str = "") -> str:
+    """Write how many there are: 1 step, 2 steps; `several` where the plural is another."""
+    return f"{count} {what if count == 1 else several or what + 's'}"
 
 
 def elapsed(seconds: float) -> str:

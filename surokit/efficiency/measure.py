@@ -32,8 +32,8 @@ def scale(
     make its batches smaller by surokit.ranks.rank_here().world. The rate is the session's sustained one, without its first
     steps; then a few more steps are profiled on all ranks, to say what is lost to what.
 
-    gpus: numbers of processes. folder: keeps what was measured; a second call goes on from there. An interrupt ends the run that is
-    being measured and returns what there is; a second one ends at once.
+    gpus: numbers of processes. folder: keeps what was measured, of one function; a second call goes on from there. An interrupt
+    ends the run that is being measured and returns what there is; a second one ends at once.
 
     TypeError where the function returns no session; LaunchError as `surokit.launch`.
     """
@@ -43,6 +43,9 @@ def scale(
     file = None if folder is None else Path(folder) / "scaling.json"
     kept = Scaling.load(file) if file is not None and file.exists() else None
     rates = {rate.gpus: rate for rate in kept.rates} if kept else {}
+    if kept:
+        numbers = ", ".join(str(n) for n in sorted(rates))
+        print(f"surokit: {numbers} processes were measured before, on {kept.device}: read from {file}", file=sys.stderr)
     device = kept.device if kept else ""
     call = packed(_measured, (train, args, kwargs), {})
     for n in sorted(gpus):

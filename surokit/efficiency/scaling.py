@@ -111,7 +111,7 @@ class Scaling:
             [Rate(n, r, None if tokens_per_step is None else n * tokens_per_step) for n, r in rates.items()], device
         )
 
-    def planned(self, plan: Callable[[int], Plan], gpus: Sequence[int]) -> Scaling:
+    def planned(self, plan: Callable[[int], Plan], gpus: int | Sequence[int]) -> Scaling:
         """Return these rates with those that a plan expects of more GPUs, called planned.
 
         plan: gives the plan of the run on so many GPUs, as lambda n: surokit.plan(config, gpus=n, gpu="H100", zero=3, batch=4,
@@ -120,6 +120,7 @@ class Scaling:
         """
         measured = [rate for rate in self.rates if not rate.planned]
         last = measured[-1]
+        gpus = (gpus,) if isinstance(gpus, int) else gpus
         if not gpus or min(gpus) <= last.gpus:
             raise ValueError(
                 f"planned(gpus={gpus!r}): numbers above {last.gpus}, which is the largest that was measured."
@@ -200,7 +201,9 @@ class Scaling:
         cells = []
         for row in self._rows():
             step = "" if row["step_ms"] is None else three_digits(row["step_ms"])
-            shares = ["" if row[name] is None else f"{row[name]:.1%}" for name in ("loss", *PARTS)]
+            shares = [
+                "" if row[name] is None else f"{round(row[name], 3) + 0:.1%}" for name in ("loss", *PARTS)
+            ]  # no -0.0%
             gpus = f"{row['gpus']}{', planned' * row['planned']}"
             cells.append([gpus, f"{row['tokens_per_s']:,.0f}", f"{row['efficiency']:.1%}", step, *shares])
         return cells

@@ -48,7 +48,9 @@ def _parts(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if getattr(value, "is_cuda", False) is True:  # each process would put a copy on that GPU
+        if (
+            "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor) and value.is_cuda
+        ):  # each process would put a copy on that GPU
             raise TypeError("a tensor on a GPU")
         if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):  # it would be read to its end
             raise TypeError("an open file")

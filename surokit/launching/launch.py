@@ -29,6 +29,7 @@ from surokit.launching.output import Output, Shown
 from surokit.places import write_whole
 from surokit.ranks import LIVE, RESTARTS, rank_here
 from surokit.runs.requests import STOP
+from surokit.units import counted
 
 if TYPE_CHECKING:
     from surokit.widgets.follow import Watch
@@ -111,7 +112,7 @@ class Launch:
     def _failed(self, attempt: int, exits: Mapping[int, int]) -> None:
         if self._killed:
             raise RuntimeError("The launch was ended.")  # so that nothing is started anew
-        failure = failure_in(self._folder, attempt, exits)
+        failure = failure_in(self._folder, attempt, exits, self._n)
         if attempt >= self._max:
             self._failure = failure
             return
@@ -119,7 +120,8 @@ class Launch:
         self.restarts.append(failure)
         for path in self._folder.glob("stack-*.txt"):
             path.unlink()
-        self._news.append(f"surokit: {failure.line} All start anew ({attempt + 1} of {self._max}).")
+        stop = "" if failure.line.endswith((".", "!", "?")) else "."
+        self._news.append(f"surokit: {failure.line}{stop} All start anew ({attempt + 1} of {self._max}).")
 
     # -- in the thread that waits
 
@@ -243,7 +245,10 @@ class Launch:
                 if not hung:
                     shutil.rmtree(self._folder, ignore_errors=True)
         if self._failure is not None:
-            raise self._failure.error(f" The stacks of all are in {self._folder}." if hung else "")
+            after = f" The stacks are in {self._folder}." if hung else ""
+            if self.restarts:
+                after += f" All had been started anew {counted(len(self.restarts), 'time')}."
+            raise self._failure.error(after)
         if self._error is not None:
             raise self._error
         return self._value
@@ -319,7 +324,8 @@ def check_outside(who: str) -> None:
     here = rank_here()
     if here.world > 1 or here.folder is not None:
         raise RuntimeError(
-            f"{who}() was called in rank {here.number} of a launch: processes do not start processes; call it outside, once."
+            f"{who}() was called in rank {here.number} of a launch, and processes do not start processes: run this file with "
+            f"python, or call the function without {who}() under `surokit launch`."
         )
 
 

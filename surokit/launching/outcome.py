@@ -50,15 +50,15 @@ class Failure:
         return LaunchError("\n".join(filter(None, (self.line + after, self.detail))), self.rank, self.kind)
 
 
-def failure_in(folder: Path, restarts: int, exits: Mapping[int, int]) -> Failure:
+def failure_in(folder: Path, restarts: int, exits: Mapping[int, int], world: int = 0) -> Failure:
     """Return why an attempt failed. restarts: its number. exits: status by rank, below 0 for a signal, in the order in which the
-    agent saw them end; those that a SIGTERM ended were ended by the agent, all but the first."""
+    agent saw them end; those that a SIGTERM ended were ended by the agent, all but the first. world: how many there are."""
     stacks = {
         int(path.stem.rpartition("-")[2]): path.read_text(errors="replace") for path in folder.glob("stack-*.txt")
     }
     hung = [rank for rank, stack in stacks.items() if _TIMEOUT.match(stack)]
     if hung:
-        return _hung(stacks, hung)
+        return _hung(stacks, hung, world)
     seen = list(exits.items())
     killed = {
         rank: -status for rank, status in seen if status < 0 and (status != -signal.SIGTERM or rank == seen[0][0])
@@ -100,7 +100,7 @@ def _last_words(folder: Path, restarts: int, rank: int) -> str:
     return ""
 
 
-def _hung(stacks: Mapping[int, str], hung: list[int]) -> Failure:
+def _hung(stacks: Mapping[int, str], hung: list[int], world: int) -> Failure:
     # of each the main thread, which is the last that is written
     inner = {rank: _FRAME.findall(_THREAD.split(stack)[-1]) for rank, stack in sorted(stacks.items())}
     outside = [
@@ -110,6 +110,9 @@ def _hung(stacks: Mapping[int, str], hung: list[int]) -> Failure:
     seconds = re.search(r"Timeout \(([\d:]+)", stacks[min(hung)])
     line = f"Rank {rank} hung: no step for {seconds[1] if seconds else 'too long'}."
     others = "The others wait for it." if outside else "All are in a collective, so who is waited for cannot be told."
+    if elsewhere := [r for r in range(world) if r not in stacks]:  # a process leaves its stack within run() only
+        named = f"Rank {elsewhere[0]} is" if len(elsewhere) == 1 else f"Ranks {', '.join(map(str, elsewhere))} are"
+        others = f"{named} not within a session's run(), where this one waits for all: let every process make the same calls."
     return Failure(rank, "hung", f"{line} {others}", "\n".join(f"rank {r}: {_where(inner[r])}" for r in sorted(inner)))
 
 

@@ -25,7 +25,7 @@ from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, wri
 from surokit.models.gathering import is_sharded, whole, written_by_first
 from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
-from surokit.places import check_module, check_values
+from surokit.places import check_module, check_values, readable
 from surokit.recipe import Lora, within_block
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -86,7 +86,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         with written_whole(folder) as draft:
             write_json(draft / CONFIG, config)
-            save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
+            with readable(draft / WEIGHTS):
+                save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
 
     tensors = (
         (f"{_PREFIX}{place}{suffix}", part.contiguous())

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from surokit.errors import CheckpointError
+from surokit.places import readable
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIDECAR = "hf_quant_config.json"  # ModelOpt's own copy of what config.json says of the quantization
@@ -188,7 +189,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     total, room = 0, shard_bytes
 
     def write(name: str) -> None:
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        with readable(folder / name):
+            save_file(shard, folder / name, metadata={"format": "pt"})
         owners.append([*shard])
         shard.clear()
 

@@ -36,7 +36,7 @@ from surokit.torch_private import extension_of, holders_of, is_compiled, is_resh
 
 
 def prepare(model: nn.Module, communicate: Communicate = "codes") -> None:
-    """Make FSDP2 gather codes of the weights that layers quantize, or numbers as it does by itself ("bf16").
+    """Make FSDP2 gather codes of the weights that layers quantize, or numbers as it does by itself ("numbers").
 
     To be called once, after `fully_shard` and before the first forward, on a model that has its recipe; parameters may still be on
     the meta device. Losses and gradients stay the same bit for bit. Weights that are stored quantized are gathered as they are,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Communicate = Literal["codes", "bf16"]
+Communicate = Literal["numbers", "codes"]
 START = "start them with surokit.launch(train, gpus={0}) or torchrun --nproc-per-node {0}"
 
 
@@ -18,14 +18,14 @@ class Parallel:
         filled so that the two multiply to the number of processes; of two, shard takes all.
     reshard: True gathers weights for each forward and each backward and keeps a shard between them (ZeRO-3); False gathers them
         once a step and keeps them for backward (ZeRO-2). Gradients and optimizer state are divided in both.
-    communicate: "bf16" gathers weights that train as numbers, in their own dtype; "codes" as the codes and scales that their layers
+    communicate: "numbers" gathers weights that train in their own dtype; "codes" as the codes and scales that their layers
         make of them, where that is less, for the same losses and gradients bit for bit. Stored weights are gathered as they are.
     """
 
     shard: int | None = None
     replicate: int | None = None
     reshard: bool = True
-    communicate: Communicate = "bf16"
+    communicate: Communicate = "numbers"
 
     def __post_init__(self) -> None:
         for name, value in (("shard", self.shard), ("replicate", self.replicate)):
@@ -36,7 +36,7 @@ class Parallel:
         if not isinstance(self.reshard, bool):
             raise ValueError(f"Parallel(reshard={self.reshard!r}): True (ZeRO-3) or False (ZeRO-2).")
         if self.communicate not in get_args(Communicate):
-            raise ValueError(f"Parallel(communicate={self.communicate!r}): 'codes' or 'bf16'.")
+            raise ValueError(f"Parallel(communicate={self.communicate!r}): 'numbers' or 'codes'.")
 
     def over(self, world: int) -> Parallel:
         """Return this layout over `world` processes, with both numbers filled in. ValueError where they do not multiply to it."""

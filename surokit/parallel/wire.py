@@ -127,7 +127,7 @@ _RIGHT = range(1, 8)
 
 
 def _size(nbytes: int) -> str:
-    return gib(nbytes / 2**30) if nbytes else "0"
+    return gib(nbytes / 2**30) if nbytes >= 2**20 else f"{nbytes / 2**10:.3g} KiB" if nbytes else "0"
 
 
 def wire(model: nn.Module, processes: Processes) -> Wire:
@@ -146,7 +146,18 @@ def wire(model: nn.Module, processes: Processes) -> Wire:
 def _of_copies(model: nn.Module, copies: int) -> Iterator[Flow]:
     for p in model.parameters():
         gradients = _added_up(p.nbytes, copies) if p.requires_grad else 0
-        yield Flow(_name(p.dtype), 1, p.numel(), 0, 0, 0, 0, gradients, 0, "" if p.requires_grad else "does not train")
+        yield Flow(
+            f"not, {_name(p.dtype)}",
+            1,
+            p.numel(),
+            0,
+            0,
+            0,
+            0,
+            gradients,
+            0,
+            "" if p.requires_grad else "does not train",
+        )
 
 
 def _of_shards(model: nn.Module, copies: int) -> Iterator[Flow]:
@@ -170,7 +181,7 @@ def _of_shards(model: nn.Module, copies: int) -> Iterator[Flow]:
                 why = f"{_name(p.dtype)} in backward: it wants other codes" + (f"; {why}" if why else "")
         else:
             way = way_of(p)
-            what, why = _name(p.dtype), way.why if way.quantizer is None else "as chosen"
+            what, why = _name(p.dtype), way.why if way.quantizer is None else "codes were not asked for"
         gradients = 0
         if p.shard.sharded_param.requires_grad:
             reduced = shard * (p.group.mp_policy.reduce_dtype or p.dtype).itemsize

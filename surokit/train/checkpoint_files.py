@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from surokit.optim.parts import Part
+from surokit.places import readable
 from surokit.train.errors import CheckpointError, ResumeError
 from surokit.train.peers import ALONE, Peers, cause_of
 
@@ -164,7 +165,8 @@ def _write(unfinished: Path, content: Content, peers: Peers) -> dict[str, tuple[
         # first, since all processes have to come there; torch names the files so
         names += [path.name for path in unfinished.glob(f"__{peers.rank}_*")] + [METADATA] * peers.is_first
     elif peers.is_first:
-        save_file(content.tensors, unfinished / _MODEL, metadata={"format": "pt"})
+        with readable(unfinished / _MODEL):
+            save_file(content.tensors, unfinished / _MODEL, metadata={"format": "pt"})
         names.append(_MODEL)
     if content.own is not None:
         names.append(_OWN.format(peers.rank))

@@ -40,6 +40,7 @@ from surokit.train.resharding import (
     parameters_by_name,
 )
 from surokit.train.setup import check_recipe, rebuild_model
+from surokit.units import counted
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -164,7 +165,8 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     if found.passed_over and peers.is_first:
         _say(session, found.passed_over)
     if (not again or lost) and peers.is_first:
-        said = _of_another_layout(found.ranks, peers.world, lost)
+        parts = found.ranks * meta["settings"]["accumulate"], peers.world * session.accumulate
+        said = _of_another_layout(found.ranks, peers.world, lost) + _of_another_batch(*parts, peers.world)
         session.note(said)
         print(f"surokit: {said}", file=sys.stderr, flush=True)
 
@@ -213,6 +215,14 @@ def _of_another_layout(before: int, now: int, lost: set[str]) -> str:
     if "8-bit moments" in lost:
         text += " The 8-bit moments were decoded and encoded again, since their blocks begin with each process's part."
     return text
+
+
+def _of_another_batch(before: int, now: int, world: int) -> str:
+    """Return in words that a step takes another number of batches than before the change; "" where it takes as many."""
+    if before == now:
+        return ""
+    same = f": accumulate={before // world} keeps it" if before % world == 0 else ""
+    return f" A step takes {counted(now, 'batch', 'batches')} now and took {before}{same}."
 
 
 def go_on(session: Session) -> None:

@@ -207,8 +207,8 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
         strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise ValueError(
-                f"{strangers} of the optimizer's parameters are not the model's: build it from this model, after "
-                "applying the recipe."
+                f"{strangers} of the optimizer's parameters are not the model's: give a specification, as surokit.AdamW(lr=1e-4), "
+                "or a function from parameters to an optimizer, which is built after the recipe and the division among processes."
             )
         return optimizer
     if isinstance(optimizer, Spec):

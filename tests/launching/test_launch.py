@@ -299,9 +299,7 @@ def test_a_launch_in_a_thread_is_waited_for_or_stopped(tmp_path: Path) -> None:
 def test_a_process_that_hangs_is_ended_with_every_stack(tmp_path: Path) -> None:
     with pytest.raises(sk.LaunchError) as found:
         sk.launch(functions.hangs, tmp_path, gpus=2, hang_s=3)
-    assert str(found.value).startswith(
-        "Rank 1 hung: no step for 0:00:03. The others wait for it. The stacks of all are in "
-    )
+    assert str(found.value).startswith("Rank 1 hung: no step for 0:00:03. The others wait for it. The stacks are in ")
     assert "forgets_to_return" in str(found.value)
     assert (found.value.rank, found.value.kind) == (1, "hung")
 
@@ -359,6 +357,14 @@ def test_a_process_that_breaks_off_because_another_failed_is_not_the_first(tmp_p
     assert failure_in(tmp_path, 0, {0: -signal.SIGKILL, 1: 1}).line.startswith("Rank 0 was killed by SIGKILL")
     assert failure_in(tmp_path, 1, {0: -signal.SIGABRT}).line == "Rank 0 was killed by SIGABRT."
     assert failure_in(tmp_path, 1, {0: -35}).line == "Rank 0 was killed by signal 35."
+
+
+def test_a_process_that_is_not_in_a_run_is_named_where_another_waits_for_it(tmp_path: Path) -> None:
+    stack = 'Timeout (0:00:03)!\nThread 0x0 (most recent call first):\n  File "/torch/distributed/c10d.py", line 3 in all_reduce\n'
+    (tmp_path / "stack-0.txt").write_text(stack)
+    found = failure_in(tmp_path, 0, {0: 1}, 3)
+    assert found.line.startswith("Rank 0 hung: no step for 0:00:03. Ranks 1, 2 are not within a session's run()")
+    assert failure_in(tmp_path, 0, {0: 1}, 2).line.startswith("Rank 0 hung: no step for 0:00:03. Rank 1 is not within")
 
 
 def test_a_process_that_ends_without_a_word_is_the_first(tmp_path: Path) -> None:

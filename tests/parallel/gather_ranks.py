@@ -2,7 +2,7 @@
 
     python -m tests.parallel.gather_ranks RANK FOLDER
 
-Each case is trained twice from the same start, with what FSDP2 gathers by itself ("bf16") and with codes ("codes"). What each
+Each case is trained twice from the same start, with what FSDP2 gathers by itself ("numbers") and with codes ("codes"). What each
 process found is written to rank0.pt or rank1.pt, and compared by the test.
 """
 
@@ -346,7 +346,7 @@ def whys() -> dict[str, list[str]]:
     q = QUANTIZERS["row"]
     found = {}
     for name, recipe in {
-        "bf16": sk.BF16,
+        "numbers": sk.BF16,
         "stochastic": sk.Recipe("one", forward=sk.Gemm(q, replace(q, rounding="stochastic"))),
         "only backward": sk.Recipe("one", grad_input=sk.Gemm(q, q)),
         "nv": sk.FP4,
@@ -372,7 +372,7 @@ def whys() -> dict[str, list[str]]:
             layer.compute_dtype = F32
         fully_shard(block, shard_placement_fn=(lambda p: Shard(1)) if name == "by columns" else None)
         fully_shard(model)
-        prepare(model, "bf16" if name == "as chosen" else "codes")
+        prepare(model, "numbers" if name == "as chosen" else "codes")
         found[name] = [f"{flow.what}: {flow.why}" for flow in wire(model, PROCESSES).flows]
     return found
 
@@ -398,7 +398,7 @@ def main(rank: int, folder: Path) -> None:
                 found["whys"] = whys()
             for name, case in CASES.items():
                 with noted(found, name):
-                    found[name] = {how: run_case(case, how, rank) for how in ("bf16", "codes")}
+                    found[name] = {how: run_case(case, how, rank) for how in ("numbers", "codes")}
         finally:
             torch.save(found, folder / f"rank{rank}.pt")
             assert dist.get_world_size() == RANKS

@@ -58,7 +58,7 @@ def equal(a: Any, b: Any) -> bool:
 def test_training_is_the_same_whether_codes_or_numbers_are_gathered(ranks: Any, name: str) -> None:
     """Losses, gradients and their norms, histories of delayed scaling, parameters, and a loss without gradients at the end."""
     for found in case_of(ranks, name):
-        numbers, codes = found["bf16"], found["codes"]
+        numbers, codes = found["numbers"], found["codes"]
         compared = [key for key in numbers if key not in ("planned", "expected", "sent")]
         assert {"losses", "norms", "grads 0", "grads 1", "scales 1", "params"} <= set(compared)
         assert [key for key in compared if not equal(numbers[key], codes[key])] == []
@@ -77,7 +77,7 @@ def test_a_state_dict_is_of_ordinary_tensors(ranks: Any, name: str) -> None:
 def test_the_bytes_of_a_step_are_those_that_were_predicted(ranks: Any, name: str) -> None:
     case = CASES[name]
     for found in case_of(ranks, name):
-        for how in ("bf16", "codes"):
+        for how in ("numbers", "codes"):
             expected, sent = found[how]["expected"], found[how]["sent"][1]
             amaxes = sent["amaxes"]
             if case.from_zero:  # two weights whose scales have no past yet, for which the second step is like a first
@@ -90,7 +90,7 @@ def test_the_bytes_of_a_step_are_those_that_were_predicted(ranks: Any, name: str
 @pytest.mark.parametrize("name", [n for n in CASES if n.partition(",")[0] in TRAINED and "whole" not in n])
 def test_codes_of_weights_that_are_not_stored_save_bytes(ranks: Any, name: str) -> None:
     for found in case_of(ranks, name):
-        numbers, codes = (found[how]["sent"][1] for how in ("bf16", "codes"))
+        numbers, codes = (found[how]["sent"][1] for how in ("numbers", "codes"))
         assert codes["weights"] + codes["amaxes"] < 0.8 * numbers["weights"]
 
 
@@ -108,7 +108,7 @@ BOTH = ("fp8", "fp8-current", "fp8-block")
 @pytest.mark.parametrize("name", PER_NUMBER)
 def test_codes_are_a_byte_or_less_in_each_gather_that_takes_them(ranks: Any, name: str) -> None:
     codes, rest = CASES[name], case_of(ranks, name)[0]
-    plain = rest["bf16"]["sent"][1]["weights"]
+    plain = rest["numbers"]["sent"][1]["weights"]
     weights = 2 * (codes.hidden * 64 + 64 * codes.hidden)  # two blocks of two matrices
     padded = weights + 2 * 64  # one row more of the odd ones
     gathers = 2 if name in BOTH else 1
@@ -140,14 +140,14 @@ def test_a_policy_that_casts_moves_stored_weights_as_bytes(ranks: Any, name: str
 
 @pytest.mark.parametrize("name", ["fp8-rowwise, whole until backward"])
 def test_one_gather_for_both_takes_the_numbers(ranks: Any, name: str) -> None:
-    codes, numbers = (case_of(ranks, name)[0][how] for how in ("codes", "bf16"))
+    codes, numbers = (case_of(ranks, name)[0][how] for how in ("codes", "numbers"))
     assert codes["sent"] == numbers["sent"]
     assert "one gather serves forward and backward" in codes["planned"]
 
 
 def test_the_report_is_a_table(ranks: Any) -> None:
     first, header, *rows = case_of(ranks, "fp8-block, aligned")[0]["codes"]["planned"].splitlines()
-    assert first.startswith("In a step of one batch a process receives 0.0655 MiB of weights (0.253 MiB without codes)")
+    assert first.startswith("In a step of one batch a process receives 67.1 KiB of weights (259 KiB without codes)")
     assert header.split()[:2] == ["gathered", "as"]
     assert [row.split()[0] for row in rows] == ["codes", "codes", "float32"]
     assert sum("shards cut them" in row for row in rows) == 1
@@ -201,7 +201,7 @@ def test_numbers_are_gathered_for_a_reason_that_is_said(ranks: Any) -> None:
     found = case_of(ranks, "whys")[0]
     assert all(len(rows) == 1 for rows in found.values())
     assert {name: rows[0].partition(": ") for name, rows in found.items()} == {
-        "bf16": ("bfloat16", ": ", "no layer quantizes it"),
+        "numbers": ("bfloat16", ": ", "no layer quantizes it"),
         "stochastic": ("bfloat16", ": ", "forward rounds it stochastically or rotates it"),
         "only backward": ("bfloat16", ": ", "forward takes it as it is"),
         "nv": ("bfloat16", ": ", "a shard's rows are no multiple of 16"),
@@ -210,7 +210,7 @@ def test_numbers_are_gathered_for_a_reason_that_is_said(ranks: Any) -> None:
         "compiled": ("bfloat16", ": ", "torch's compiler looks on"),
         "by columns": ("bfloat16", ": ", "columns are divided"),
         "cast before": ("bfloat16", ": ", "the layer casts it first"),
-        "as chosen": ("bfloat16", ": ", "as chosen"),
+        "as chosen": ("bfloat16", ": ", "codes were not asked for"),
         "a narrow row": ("bfloat16", ": ", "codes and scales are no smaller"),
     }
 
@@ -257,7 +257,7 @@ def test_a_choice_that_comes_too_early_or_too_late_is_refused(alone: Any) -> Non
     model = model_of(stored)
     prepare(model)
     with refused(ValueError):
-        prepare(model, "bf16")
+        prepare(model, "numbers")
     offloaded = nn.Sequential(nn.Linear(32, 16, bias=False), nn.SiLU())
     sk.apply(offloaded, stored)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -390,6 +390,11 @@ def _weights(
         terms.append(Term("quantized copies", 2 * largest * operand_bits(recipe.forward) / 8, False, how))
     if setup.gpus > 1 and setup.zero >= 2 and setup.training and (found := _gathered(shape, recipe, setup, places)):
         terms.append(found)
+    if setup.gpus > 1 and setup.zero == 2 and setup.training:
+        whole = sum(term.bytes for term in terms if term.name.startswith(("weights", "adapter")))
+        terms.append(
+            Term("shards of the weights", whole / setup.gpus, True, "which FSDP2 keeps beside the gathered ones")
+        )
     if live is not None:
         return terms, live.parameters
     return terms, adapter if frozen(recipe) else parameters
