@@ -228,18 +228,11 @@ class Scaling:
         ideal = [first.tokens_per_s * n / first.gpus for n in gpus]
         left.plot(gpus, ideal, "--", color="0.6", label="ideal")
         measured = [rate for rate in self.rates if not rate.planned]
-        left.plot(
-            [rate.gpus for rate in measured],
-            [rate.tokens_per_s for rate in measured],
-            "o-",
-            color="#0072b2",
-            label="measured",
-        )
+        left.plot(*_points(measured), "o-", color="#0072b2", label="measured")
         if planned := [rate for rate in self.rates if rate.planned]:
             joined = [measured[-1], *planned]
             left.plot(
-                [rate.gpus for rate in joined],
-                [rate.tokens_per_s for rate in joined],
+                *_points(joined),
                 "o:",
                 color="#0072b2",
                 markerfacecolor="white",
@@ -294,6 +287,10 @@ def _loss(since: Rate, to: Rate) -> Loss:
     smaller = shares["computing_ms"] if fewer else 0.0
     rest = total - shares["communication_ms"] - shares["waiting_ms"] - smaller
     return Loss(since.gpus, to.gpus, total, shares["communication_ms"], shares["waiting_ms"], smaller, rest)
+
+
+def _points(rates: Sequence[Rate]) -> tuple[list[int], list[float]]:
+    return [rate.gpus for rate in rates], [rate.tokens_per_s for rate in rates]
 
 
 def _estimated(plan: Callable[[int], Plan], gpus: int) -> Estimate:

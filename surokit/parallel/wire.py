@@ -42,13 +42,13 @@ class Flow:
     what: str
     parameters: int
     elements: int
-    whole: int
-    forward: int
-    backward: int
-    amaxes: int
-    gradients: int
-    without_codes: int
-    why: str
+    whole: int = 0
+    forward: int = 0
+    backward: int = 0
+    amaxes: int = 0
+    gradients: int = 0
+    without_codes: int = 0
+    why: str = ""
 
     @property
     def gathered(self) -> int:
@@ -146,18 +146,8 @@ def wire(model: nn.Module, processes: Processes) -> Wire:
 def _of_copies(model: nn.Module, copies: int) -> Iterator[Flow]:
     for p in model.parameters():
         gradients = _added_up(p.nbytes, copies) if p.requires_grad else 0
-        yield Flow(
-            f"not, {_name(p.dtype)}",
-            1,
-            p.numel(),
-            0,
-            0,
-            0,
-            0,
-            gradients,
-            0,
-            "" if p.requires_grad else "does not train",
-        )
+        why = "" if p.requires_grad else "does not train"
+        yield Flow(f"not, {_name(p.dtype)}", parameters=1, elements=p.numel(), gradients=gradients, why=why)
 
 
 def _of_shards(model: nn.Module, copies: int) -> Iterator[Flow]:
@@ -188,15 +178,15 @@ def _of_shards(model: nn.Module, copies: int) -> Iterator[Flow]:
             gradients = reduced * others + _added_up(reduced, copies)
         yield Flow(
             what,
-            1,
-            p.numbers,
-            forward * p.ranks,
-            forward * others,
-            backward * again,
-            amaxes,
-            gradients,
-            numbers * (others + again),
-            why,
+            parameters=1,
+            elements=p.numbers,
+            whole=forward * p.ranks,
+            forward=forward * others,
+            backward=backward * again,
+            amaxes=amaxes,
+            gradients=gradients,
+            without_codes=numbers * (others + again),
+            why=why,
         )
 
 
