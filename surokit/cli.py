@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     launch = commands.add_parser(
         "launch",
         help="run a script in several processes of this machine, one for each GPU; several machines are torchrun's",
-        usage="surokit launch [--gpus N] [--restarts N] [--hang SECONDS] [--output all|first] SCRIPT [ARGUMENT ...]\n"
+        usage="surokit launch [--gpus N] [--restarts N] [--hang SECONDS] [--output all|first|none] SCRIPT [ARGUMENT ...]\n"
         "       surokit launch [...] -m MODULE [ARGUMENT ...]",
         allow_abbrev=False,
     )
@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--hang", type=float, default=600.0, metavar="SECONDS", help="in which a session's run makes a step"
     )
-    launch.add_argument("--output", choices=("all", "first"), default="all", help="whose lines are shown")
+    launch.add_argument("--output", choices=("all", "first", "none"), default="all", help="whose lines are shown")
     launch.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT")
     launch.set_defaults(run=_launch)
@@ -190,6 +190,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     asked.add_argument("--fitting", action="store_true", help="what would make it fit, and what each remedy costs")
     asked.add_argument("--largest", choices=("batch", "length", "layers"), help="the largest that fits")
     asked.add_argument("--days", type=_number, metavar="N", help="how many GPUs are done in so many days?")
+    asked.add_argument(
+        "--serving",
+        type=_number,
+        nargs=2,
+        metavar=("IN", "OUT"),
+        help="how fast are requests of so many tokens served (512 128)?",
+    )
+    asked.add_argument("--concurrency", type=_number, metavar="N", help="sequences served at once (as many as fit)")
     asked.add_argument("--plot", type=Path, metavar="FILE", help="memory as a picture: .png, .svg or .pdf")
     asked.add_argument("--json", action="store_true", help="the same as JSON")
     plan.set_defaults(run=_plan)
@@ -363,7 +371,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
-_QUESTIONS = ("fits", "fitting", "recipes", "largest", "days", "plot", "json")
+_QUESTIONS = ("fits", "fitting", "recipes", "largest", "days", "serving", "concurrency", "plot", "json")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -414,6 +422,10 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
     if arguments.recipes:
         rows = recipe_choice.compare_recipes(planned, gib=gib)
         answers["recipes"] = ([_choice_data(row) for row in rows], _choices_text(rows))
+    if arguments.serving is not None or arguments.concurrency is not None:
+        prompt, output = arguments.serving or (512, 128)
+        served = planned.serving(prompt, output, arguments.concurrency, gib=gib)
+        answers["serving"] = ([line.__dict__ for line in served.lines()], str(served))
     if arguments.plot is not None:
         answers["picture"] = (str(arguments.plot), f"  picture: {_plot(planned, arguments)}")
     return answers

@@ -48,7 +48,7 @@ class Launch:
         if hang_s is not None and not hang_s > 0:
             raise ValueError(f"launch(hang_s={hang_s!r}): seconds, more than 0, or None to wait for ever.")
         if shown not in get_args(Shown):
-            raise ValueError(f'launch(output={shown!r}): "all" or "first".')
+            raise ValueError(f'launch(output={shown!r}): "all", "first" or "none".')
         self.restarts: list[Failure] = []
         self._n, self._max, self._hang_s = processes, restarts, hang_s
         self._folder = Path(tempfile.mkdtemp(prefix="surokit-launch-"))
@@ -273,7 +273,8 @@ def launch(
     gpus: None takes all of this machine. restarts: how often all processes are started anew after one has failed, was killed or
     hung; sessions with a run_dir go on from their last checkpoint then. hang_s: seconds in which a session's run must make a
     step, else the process writes down where it is and ends; None waits for ever. output: "all" shows what every process prints,
-    "first" the first one's. thread: True returns a Launch at once, to be awaited, so that the panel's buttons work meanwhile.
+    "first" the first one's, "none" nothing. thread: True returns a Launch at once, to be awaited, so that the panel's buttons work
+    meanwhile.
 
     An interrupt (Ctrl-C, the notebook's stop button) lets the sessions save and end, and the call returns as after a normal end; a
     second one ends all at once. `session.live()` in the function shows the panel here.

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TextIO
 
-Shown = Literal["all", "first"]
+Shown = Literal["all", "first", "none"]
 
 
 class Output:
     """An Output prints new lines of all processes with their number: [rank 1] ...; of a progress bar only what it ends with.
 
-    shown: "all", or "first" for the first process' alone; errors of all are told at the end in any case.
+    shown: "all", "first" for the first process' alone, or "none"; errors of all are told at the end in any case.
     """
 
     def __init__(self, folder: Path, shown: Shown, write: Callable[[str, bool], None] | None = None) -> None:
@@ -27,7 +27,7 @@ class Output:
         """Print the lines that have come since the last call; with `end`, also those that are not finished."""
         for path in sorted(self._folder.glob("*-*.???")):  # by attempt, then by rank
             rank = int(path.stem.rpartition("-")[2]) if path.suffix in (".out", ".err") else None
-            if rank is None or (self._shown == "first" and rank):
+            if rank is None or self._shown == "none" or (self._shown == "first" and rank):
                 continue
             with suppress(OSError), path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

@@ -28,6 +28,7 @@ from surokit.planner.inputs.question import Asked, Logits, Question, read_questi
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.inputs.subject import Subject, read_subject
 from surokit.planner.inverse import budgets, offload_plan, questions, recipe_choice, remedies, speedups
+from surokit.planner.inverse.serving import Serving, serving
 from surokit.planner.offload.formulas import Host, Offload, host_of
 from surokit.planner.offload.streaming import Streamed
 from surokit.planner.times.cost import ModelFlops, Price, Time, count_time, exact
@@ -200,6 +201,19 @@ class Plan:
         ValueError for a number of parameters, which has no blocks, and where the host or a step's time is not known.
         """
         return offload_plan.streamed(self, host, prefetch=prefetch)
+
+    def serving(
+        self, prompt: int = 512, output: int = 128, concurrency: int | None = None, *, gib: float | None = None
+    ) -> Serving:
+        """Predict one GPU that serves the model: time to the first token and to each after it, tokens a second, and their cost.
+
+        prompt, output  tokens in and out of a request; concurrency is how many are served at once, as many as fit without it
+        gib             memory to fit into, the GPU's without it
+
+        A plan of a training run is planned again as a forward. Raises ValueError where shapes, rates or memory are missing, for
+        more tokens than the model has positions, and where not even one sequence fits.
+        """
+        return serving(self, prompt=prompt, output=output, concurrency=concurrency, gib=gib)
 
     @property
     def deferral(self) -> dict[str, Any]:
