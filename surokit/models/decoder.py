@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from surokit.models.config import DecoderConfig
 from surokit.models.deferred import Deferred, InitialWeights
 from surokit.models.sparse import Routed, RouterUse, SparseMLP, with_gradient_of
-from surokit.nn.attention import Documents, attention, visibility
+from surokit.nn.attention import Documents, attention, visibility, visible
 from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.fusion import Fusion, fusion_for
 from surokit.nn.joint import lay, lay_in_forward
@@ -71,21 +71,69 @@ class Output:
 
 
 class KeyValueCache:
-    """A KeyValueCache holds keys and values of the tokens seen so far: one preallocated pair [B, length, G, D] a block."""
+    """A KeyValueCache holds keys and values of the tokens seen so far: one preallocated pair [B, length, G, D] a block.
+
+    padding: int64 [B], how many tokens each row begins with that are padding; None for none. Only padding sees padding, and the
+        positions of a row count from behind it. To be told it waits for the device, once.
+    """
 
     def __init__(
-        self, config: DecoderConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        batch: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        padding: Tensor | None = None,
     ) -> None:
         shape = (config.layers, 2, batch, length, config.kv_heads, config.rotary_width)
         self._tensors = torch.empty(shape, device=device, dtype=dtype)
-        self.seen = 0
+        self.length, self.seen = length, 0
+        self._most_padding = 0 if padding is None else int(padding.max())
+        self.padding = padding if self._most_padding else None  # rows without any take the path without masks
+        if padding is not None and self.padding is not None:  # made once, and cut for each forward
+            distance_BL = torch.arange(length, device=device) - padding[:, None]
+            self._positions_BL, self._real_B11L = distance_BL.clamp_min(0), (distance_BL >= 0)[:, None, None]
+            self._documents_B2 = torch.stack((torch.zeros_like(padding), padding), 1)
 
-    def extend(self, layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this forward's keys and values of one block and return all of them, [B, S, G, D]."""
-        end = self.seen + k_BTGD.shape[1]
+    def extend(self, layer: int, k_BTGD: Tensor, v_BTGD: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Append this forward's keys and values of one block and return those that any of its queries sees, [B, S, G, D]."""
+        first, end = self._first(window), self.seen + k_BTGD.shape[1]
         keys, values = self._tensors[layer]
         keys[:, self.seen : end], values[:, self.seen : end] = k_BTGD, v_BTGD
-        return keys[:, :end], values[:, :end]
+        return keys[:, first:end], values[:, first:end]
+
+    def positions(self, T: int) -> Tensor | None:
+        """Return the positions of the next T tokens, int64 [B, T]; None where they go on from the number of those seen."""
+        return None if self.padding is None else self._positions_BL[:, self.seen : self.seen + T]
+
+    def visibility(
+        self,
+        T: int,
+        window: int | None,
+        position_ids: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        documents: Tensor | None = None,
+    ) -> Tensor | Documents | None:
+        """Make the `mask` that `attention` takes for the next T tokens, over the keys that `extend` returns."""
+        start, end, first = self.seen, self.seen + T, self._first(window)
+        if T == 1 and start >= self._most_padding:  # a token of text sees all that it is given but padding
+            return None if self.padding is None else self._real_B11L[..., first:end]
+        if self.padding is None:
+            mask = visibility(T, start, window, position_ids, device, dtype, documents)
+        elif start == 0:  # padding is a document of its own, so that every query sees something
+            return visibility(T, start, window, None, device, dtype, self._documents_B2)
+        else:
+            real_B11S, real_B1T1 = self._real_B11L[..., :end], self._real_B11L[..., start:end].mT
+            mask = visible(T, start, window, self._positions_BL, device)  # told positions, it is never None
+            assert mask is not None
+            mask = mask & (real_B11S | ~real_B1T1)
+        return mask[..., first:] if isinstance(mask, Tensor) else mask
+
+    def _first(self, window: int | None) -> int:
+        """Return the first key that the next token sees in a window, and so none behind it sees an earlier one."""
+        return 0 if window is None else max(0, self.seen + 1 - window)
 
 
 class _Context:
@@ -143,8 +191,8 @@ class Attention(nn.Module):
         del parts, joint  # a name would hold them through attention
         causal = True
         if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
-            causal = k.shape[1] == T
+            causal = context.cache.seen == 0
+            k, v = context.cache.extend(self.layer, k, v, self.window)
         mask = context.masks[self.window]
         y = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, mask=mask)
         _, (out,), _ = fused_linear(Plain(y.transpose(1, 2).reshape(B, T, -1)), (self.o_proj,), fusion)
@@ -264,10 +312,12 @@ class Backbone(nn.Module):
     ) -> Tensor:
         x_BTK: Tensor = self.embed_tokens(input_ids)
         T, start = input_ids.shape[1], cache.seen if cache else 0
+        if cache is not None and position_ids is None:
+            position_ids = cache.positions(T)
         cos, sin = self.rotary_emb(T, x_BTK.dtype, position_ids, start)
         windows = {self.config.window_of(i) for i in range(self.config.layers)}
-        device, dtype = x_BTK.device, x_BTK.dtype
-        masks = {window: visibility(T, start, window, position_ids, device, dtype, documents) for window in windows}
+        of_text = (position_ids, x_BTK.device, x_BTK.dtype, documents)
+        masks = {w: cache.visibility(T, w, *of_text) if cache else visibility(T, 0, w, *of_text) for w in windows}
         context = _Context(cos, sin, masks, cache, routed)
         again = self.fusion is not None and self.fusion.recompute == "full" and torch.is_grad_enabled()
         for block in self.layers:
@@ -360,7 +410,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
     ) -> Output:
         """Compute the loss or the logits. input_ids, labels and position_ids are int64 [B, T], documents int32 or int64 [B, M];
-        `cache` holds earlier tokens during generation.
+        `cache` holds earlier tokens during generation, and knows which of them are padding.
 
         Raises TypeError or ValueError for ids of another dtype or shape, or a sequence longer than the config's max_length, and on
         a CPU IndexError for ids outside of the vocabulary.
@@ -452,6 +502,10 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"The sequence has {length} tokens and the model is made for {self.config.max_length} (max_length in its "
                 "config): shorten it, or load with a config of greater max_length."
+            )
+        if cache is not None and length > cache.length:
+            raise ValueError(
+                f"The cache has room for {cache.length} tokens, and these would make {length}: make it for more."
             )
 
     @property

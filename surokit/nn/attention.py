@@ -1,7 +1,8 @@
 """Compute attention by torch's kernels: the fastest one that is right for what is asked; documents may be packed into rows.
 
 - bfloat16 on a CPU: torch's forward with a gradient of our own (kernels/reference/attention.py), because torch's is slow. With
-  a mask the gradient is torch's, in float32 on processors without bfloat16 instructions.
+  a mask the gradient is torch's, in float32 on processors without bfloat16 instructions. Ours is off
+  where torch.backends.cuda.enable_flash_sdp(False) turned torch's off.
 - Half precision on Hopper and data-center Blackwell: cuDNN's kernel, called by name rather than through a priority that is
   global to the process. torch's own switches (`torch.backends.cuda.enable_cudnn_sdp`, `torch.nn.attention.sdpa_kernel`)
   turn it off.
@@ -73,7 +74,10 @@ def attention(
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(mask, Documents):
         return _within_documents(q_BHTD, k_BGTD, v_BGTD, mask, scale)
-    if causal and mask is None and q_BHTD.dtype == torch.bfloat16 and q_BHTD.device.type == "cpu":
+    if q_BHTD.shape[2] == 1 and _folds(q_BHTD, k_BGTD, mask):
+        q_BGHD = q_BHTD.reshape(*k_BGTD.shape[:2], -1, q_BHTD.shape[-1])  # heads of one key head, as if its queries
+        return attention(q_BGHD, k_BGTD, v_BGTD, causal=False, mask=mask, scale=scale).reshape(q_BHTD.shape)
+    if causal and mask is None and q_BHTD.dtype == torch.bfloat16 and q_BHTD.device.type == "cpu" and _flash():
         return _causal_cpu(q_BHTD, k_BGTD, v_BGTD, scale)
     if causal and mask is None and q_BHTD.is_cuda and not torch.compiler.is_compiling():
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTD, k_BGTD, v_BGTD))
@@ -98,6 +102,21 @@ def attention(
         y: Tensor = _GradientInFloat32.apply(q_BHTD, k_BGTD, v_BGTD, mask, how)
         return y
     return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, mask, **how)
+
+
+def _folds(q_BH1D: Tensor, k_BGTD: Tensor, mask: Tensor | None) -> bool:
+    """Return whether heads that share keys are better taken for queries of one head, where each has a single query.
+
+    Else keys would be copied for every head, or read by each; kernels that share them, in half precision on CUDA, do it themselves.
+    """
+    grouped = q_BH1D.shape[1] != k_BGTD.shape[1]
+    shared = mask is None or mask.ndim < 3 or mask.shape[-3] == 1  # one mask for all heads
+    return grouped and shared and not (q_BH1D.is_cuda and mask is None and q_BH1D.dtype in _HALF)
+
+
+def _flash() -> bool:
+    """Return whether torch's switch for kernels that hold no scores is on, as ours on a CPU is one."""
+    return torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()
 
 
 # What is seen ----------------------------------------------------------------------------------------------------------
