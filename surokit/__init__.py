@@ -30,6 +30,8 @@ _NAMES: dict[str, str] = {
         "data": "text chat train_tokenizer load_tokenizer",
         "train": "Session AdamW AdamW8bit Cosine Record fit_to_time numerics",
         "offload": "ZenFlow OffloadAdamW offload_weights offload_activations",
+        "dissection.run": "dissect",
+        "dissection.dissection": "Dissection",
         "efficiency.measure": "scale",
         "efficiency.scaling": "Scaling",
         "launching.launch": "launch",

@@ -26,6 +26,8 @@ from surokit.data import chat as chat
 from surokit.data import load_tokenizer as load_tokenizer
 from surokit.data import text as text
 from surokit.data import train_tokenizer as train_tokenizer
+from surokit.dissection.dissection import Dissection as Dissection
+from surokit.dissection.run import dissect as dissect
 from surokit.efficiency.measure import scale as scale
 from surokit.efficiency.scaling import Scaling as Scaling
 from surokit.environment import doctor as doctor

@@ -104,6 +104,12 @@ def calibrate(
     return gpu
 
 
+def kept(device: torch.device) -> Gpu | None:
+    """Return what `calibrate` measured of this device before, in another program too; None where it did not."""
+    where = _device(device)
+    return read_kept(_file(cache_folder(), key := _key(where)), key, 20.0)
+
+
 # -- the measurements
 
 

@@ -1,4 +1,4 @@
-"""Write small tables as text and HTML, for objects that show themselves without pandas; with it, make a DataFrame.
+"""Write small tables as text, HTML and Markdown, for objects that show themselves without pandas; with it, make a DataFrame.
 
 Numbers come in as text that their owner has formatted; this file only aligns and escapes.
 """
@@ -53,6 +53,12 @@ def html_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequenc
             parts.append("<tr>" + "".join(_cell("td", c, i in right) for i, c in enumerate(row)) + "</tr>")
     parts.append("</tbody></table>")
     return "".join(parts)
+
+
+def markdown_table(rows: Sequence[Row], *, header: Row, right: Sequence[int] = ()) -> str:
+    """Return the rows as a table of Markdown; the columns in `right` are set flush right."""
+    rule = ["---:" if i in right else "---" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
 
 def _cell(tag: str, text: str, right: bool) -> str:

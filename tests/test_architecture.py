@@ -68,6 +68,8 @@ MAY_IMPORT = {
     "live": "train widgets runs environment",
     "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "
     "statistics tables optim runs torch_private",
+    "dissection": "applied calibration convert environment fusion hardware launching models offload optim parallel places planner "
+    "profiler racing ranks recipe statistics tables train units",
     "integrations": "live train profiler widgets offload optim runs",
     "cli": "*",
     "bench": "*",

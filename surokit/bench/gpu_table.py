@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench.configurations import MODELS, Configuration, target_of
-from surokit.bench.result import grid, markdown
+from surokit.bench.result import markdown
 from surokit.bench.results_store import commits
 from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MEANING, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
 from surokit.statistics import spread
+from surokit.tables import markdown_table
 
 _NONE = "not measured"
 CAPTURED = "captured"
@@ -302,7 +303,7 @@ def _techniques_table(data: Mapping[str, Any], groups: Mapping[str, list[SystemR
                 lines.append(
                     (row.configuration.name, _rate(row), _times(row, group[0]), idle, launches, peak, gap, note)
                 )
-    return grid(head, lines)
+    return markdown_table(lines, header=head)
 
 
 # -- lines below

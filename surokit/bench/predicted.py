@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.bench.configurations import MODELS, BenchWork
-from surokit.bench.result import fingerprint, grid, markdown, save_picture
+from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.bench.targets import DEVICE, ESTIMATED, ESTIMATES, MEANING, TARGETS, Target
 from surokit.hardware.rates import ATTENTION_SHARE, GAP_US
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
 from surokit.planner.times.roofline import Estimate
+from surokit.tables import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -213,7 +214,7 @@ def table(data: Mapping[str, Any]) -> str:
             markdown(data, speed, [_speed(row, measured) for row in rows]),
             MEANING,
             f"The reader's estimates: {ESTIMATED}",
-            grid(step, [_step(row) for row in rows]),
+            markdown_table([_step(row) for row in rows], header=step),
             "\n".join(_assumptions(data)),
         ]
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from surokit.places import write_whole
 from surokit.statistics import spread
+from surokit.tables import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,12 +102,7 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
             parts.append(environment["cpu_bf16"] or "no bf16 instructions")
         device = ", ".join(filter(None, parts))
     foot = f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
-    return f"{grid(head, rows)}\n\n{foot}"
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Make a Markdown table alone."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+    return f"{markdown_table(rows, header=head)}\n\n{foot}"
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:

@@ -15,9 +15,9 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from surokit.bench.result import grid
 from surokit.efficiency.scaling import Rate, Scaling
 from surokit.planner import Plan
+from surokit.tables import markdown_table
 
 NODE = 8
 #: GB/s that one GPU has between nodes: eight links of 400 Gb/s a node of H100s; 4 x 100 Gb/s, as the source of the A100s says.
@@ -106,4 +106,5 @@ def table(data: Mapping[str, Any]) -> str:
         f"{100 * median(off):+.1f}, from {100 * off[0]:+.1f} to {100 * off[-1]:+.1f}; {near} of {len(off)} within 5."
     )
     assumed = "\n".join(f"- {name}: {text}" for name, text in data["assumed"].items())
-    return f"{grid(('run', 'GPU', 'GPUs', 'measured by others', 'planned', 'source'), shown)}\n\n{words}\n\nAssumed:\n\n{assumed}"
+    header = ("run", "GPU", "GPUs", "measured by others", "planned", "source")
+    return f"{markdown_table(shown, header=header)}\n\n{words}\n\nAssumed:\n\n{assumed}"

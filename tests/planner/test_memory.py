@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surokit.bench import memory as bench
-from surokit.bench.memory import PRODUCTS, Meter, Setting, measure, planned
+from surokit.bench.memory import Setting, measure, planned
 from surokit.convert import apply
 from surokit.fusion import Recompute
 from surokit.kernels.reference import loss as loss_kernel
@@ -33,6 +33,7 @@ from surokit.planner.counts.activations import loss_rows
 from surokit.planner.counts.flops import Placement
 from surokit.planner.counts.tape import Tape
 from surokit.planner.inputs.shape import Weight
+from surokit.profiler.record.allocations import PRODUCTS, Meter
 from surokit.recipe import BF16, FP8, FP8_ROWWISE, PROJECTIONS, QFP8
 from surokit.train import AdamW, AdamW8bit
 from tests.planner import families

@@ -60,7 +60,7 @@ class Owners:
         out = np.flatnonzero(owner < 0)  # most work belongs to modules: only the rest is looked at closer
         thread, at, node_Q = thread_Q[out], at_Q[out], node[out]
         forward = node_Q < 0
-        top = np.where(forward, self._top_at(thread, at), -1)
+        top = np.where(forward, self.top_at(thread, at), -1)
         loss = _mask_at(self._loss_T, top) | _mask_at(self._loss_N, node_Q)
         owner[out] = np.select(
             [
@@ -80,14 +80,15 @@ class Owners:
         chosen = self.ranges.take(self.ranges.is_named(n.startswith(beginnings) for n in self.ranges.names))
         return chosen.start_E, chosen.end_E
 
-    def _top_at(self, thread_Q: Int, at_Q: Int) -> Int:
+    def top_at(self, thread_Q: Int, at_Q: Int) -> Int:
+        """Return the outermost operator that runs at each of these host moments, an index into `tops`; -1 where none does."""
         return on_threads(self.tops.thread_E, self.tops.start_E, self.tops.end_E, thread_Q, at_Q)
 
     @cached_property
     def _top_of_maker_N(self) -> Int:
         """Return for each autograd node the outermost operator in which its maker ran."""
         maker, ops = self.attribution.maker_N, self.ops
-        return self._top_at(pick(ops.thread_E, maker), pick(ops.start_E, maker))
+        return self.top_at(pick(ops.thread_E, maker), pick(ops.start_E, maker))
 
     @cached_property
     def differentiated(self) -> Bool:

@@ -138,6 +138,17 @@ class Profile:
         return self._frame("modules")
 
     @property
+    def parts(self) -> pd.DataFrame:
+        """Return the time of a step by the parts of a decoder: linear layers by role, norms, attention, rotation, gate, head, loss,
+        optimizer.
+
+        Columns: part, activities (kernels, on a CPU operators, a step), forward_ms, backward_ms, idle_ms, ms, which sums to the
+        wall time. What backward computes again is backward; idle time is where the host was, and on a GPU before whose work it
+        ends.
+        """
+        return self._frame("parts")
+
+    @property
     def kernels(self) -> pd.DataFrame:
         """Return the GPU kernels; the table is empty on a CPU.
 

@@ -1,0 +1,120 @@
+"""Hold what became of one cell: plain values that are written as JSON and read on any machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from surokit.places import write_whole
+from surokit.statistics import Interval, drawn_again, percentile_interval
+
+State = Literal["measured", "does not fit", "refused", "failed", "late"]
+FEWEST = 5  # steps, from which an interval is given
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A Cell is what one setting gave on one machine.
+
+    name: the switches in which it differs from the baseline. machine: the device it ran on; origin: "" where `dissect` measured it,
+    else the file that it was brought from. setting: every switch as a number, a bool or text.
+    state: "measured", "does not fit", "refused" (settings contradict each other), "failed" or "late" (beyond the limit of a
+        cell), and `why` in a sentence.
+    work: batch, length, accumulate, gpus and tokens_per_step; weights (a digest before the first step), parameters, trained.
+    step_ms, losses: of each timed step, without the profiler; the losses with those of the warm-up.
+    memory: bytes: "rest" by term (what is held between steps), "phases" (the most in forward, backward, optimizer), "peak";
+    limit_gib.
+    planned: "peak" bytes and "terms", "step_ms" (None without a calibration), "binds".
+    cores_in_use: cores of this machine that others used just before, on a CPU.
+    profile: milliseconds a step, from profiled steps: wall, busy, idle, phases, parts, ops, lost, communication.
+    """
+
+    name: str
+    state: State
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    machine: str = ""
+    origin: str = ""
+    work: Mapping[str, Any] = field(default_factory=dict)
+    step_ms: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    cores_in_use: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        return self.state == "measured"
+
+    @property
+    def ms(self) -> float | None:
+        """Return the mean time of a step in milliseconds, without the profiler."""
+        return float(np.mean(self.step_ms)) if self.step_ms else None
+
+    @property
+    def tokens_per_s(self) -> Interval | None:
+        """Return tokens a second of all processes, with a 95 % interval from the spread of the steps; None where none was timed."""
+        if not self.step_ms or not self.work.get("tokens_per_step"):
+            return None
+        tokens, steps = 1e3 * self.work["tokens_per_step"], np.array(self.step_ms)
+        low = high = float("nan")
+        if len(steps) >= FEWEST:
+            low, high = percentile_interval(tokens / drawn_again(steps, lambda rows: rows.mean(axis=1)))
+        return Interval(low, tokens / float(steps.mean()), high)
+
+    @property
+    def peak_gib(self) -> float | None:
+        peak = self.memory.get("peak")
+        return None if peak is None else peak / 2**30
+
+    @property
+    def planned_gib(self) -> float | None:
+        peak = self.planned.get("peak")
+        return None if peak is None else peak / 2**30
+
+    @property
+    def idle(self) -> float | None:
+        """Return the share of a profiled step in which the device had nothing to do."""
+        return self.profile["idle_ms"] / self.profile["wall_ms"] if self.profile else None
+
+    @property
+    def loss(self) -> float | None:
+        """Return the loss of the last timed step."""
+        return self.losses[-1] if self.losses else None
+
+    @property
+    def scale(self) -> float:
+        """Return the factor from a profiled step to one without the profiler, which is faster."""
+        return self.ms / self.profile["wall_ms"] if self.ms and self.profile else 1.0
+
+    def save(self, path: Path) -> None:
+        write_whole(path, json.dumps(asdict(self), indent=1, default=_plain))
+
+    @classmethod
+    def load(cls, path: Path) -> Cell:
+        """Read what `save` wrote. ValueError for another file."""
+        try:
+            return cls.of(json.loads(path.read_text()))
+        except (OSError, TypeError, AttributeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} holds no cell of a dissection ({error}).") from error
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Cell:
+        """Make one of the values that JSON gave. KeyError or TypeError where it lacks some."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in found.items() if key in known}
+        for name in ("step_ms", "losses"):
+            values[name] = tuple(values.get(name) or ())
+        return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers as Python's."""
+    return value.item()

@@ -1,0 +1,350 @@
+"""Hold the cells of a dissection, of one machine or several: tables by step, phase, module and operator, and what a switch
+brings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from surokit.dissection.brought import brought
+from surokit.dissection.cell import Cell
+from surokit.dissection.effect import Effect, Pair, effects
+from surokit.dissection.settings import AGAIN, BASELINE, WORK
+from surokit.profiler.analysis.parts import IN_LAYERS, ORDER
+from surokit.tables import html_table, text_table
+from surokit.units import three_digits
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Level = Literal["step", "phase", "module", "operator"]
+FORMAT = 1
+BUSY = 0.5  # cores that others use, from which a cell on a CPU is called disturbed
+HEAD, CELLS, PROFILES = "dissection.json", "cells", "profiles"
+_PHASES = ("forward", "backward", "optimizer")
+
+
+class Dissection:
+    """A Dissection is what `surokit.dissect` found. It prints as its table by step and shows itself in a notebook.
+
+    cells: in the order in which they were asked for, the baseline first. head: what all cells of a folder share: model, data,
+    steps, machine, environment.
+    """
+
+    def __init__(self, cells: Iterable[Cell], head: Mapping[str, Any] | None = None) -> None:
+        self.cells = tuple(cells)
+        self.head = dict(head or {})
+
+    def with_cell(self, cell: Cell) -> Dissection:
+        """Return the same with one cell more, in the place of an earlier one of its name and machine."""
+        rest = [c for c in self.cells if (c.name, c.machine) != (cell.name, cell.machine)]
+        return Dissection([*rest, cell], self.head)
+
+    def add(self, other: Dissection | str | Path, machine: str = "") -> Dissection:
+        """Return one with the cells of another machine or program beside these.
+
+        other: a Dissection, its folder, a JSON file of cells, or a log of Megatron-LM; docs/dissecting.md has what a file holds.
+        What `dissect` did not measure is marked as brought. machine: its name in the tables, the device's without one. ValueError
+        where a cell of that name and machine is there already, and for a file that holds none.
+        """
+        if isinstance(other, Dissection):
+            cells: Sequence[Cell] = other.cells
+        elif (Path(other) / HEAD).exists():
+            cells = [replace(cell, origin=str(other)) for cell in Dissection.load(other).cells]
+        else:
+            cells = brought(Path(other))
+        cells = [replace(cell, machine=machine or cell.machine) for cell in cells]
+        there = {(cell.name, cell.machine) for cell in self.cells}
+        if double := next((cell for cell in cells if (cell.name, cell.machine) in there), None):
+            raise ValueError(
+                f"add(): there is a cell {double.name!r} of {double.machine!r} already: give add(..., machine=) another name."
+            )
+        return Dissection([*self.cells, *cells], self.head)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Dissection:
+        """Read the folder that `dissect` kept, on any machine. FileNotFoundError or ValueError for another one."""
+        place = Path(folder)
+        if not (place / HEAD).exists():
+            raise FileNotFoundError(f"There is no dissection in {place}: surokit.dissect(..., folder=) makes one.")
+        try:
+            head = json.loads((place / HEAD).read_text())
+            if head["format"] != FORMAT:
+                raise ValueError(f"{place} has the format {head['format']}, and this package reads {FORMAT}.")
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{place / HEAD} is damaged ({error}): measure again in another folder.") from error
+        files = sorted((place / CELLS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        return cls([Cell.load(file) for file in files], head)
+
+    def __getitem__(self, name: str) -> Cell:
+        found = [cell for cell in self.cells if cell.name == name or _label(cell, True) == name]
+        if not found:
+            raise KeyError(f"There is no cell {name!r}: there are {', '.join(cell.name for cell in self.cells)}.")
+        return found[0]
+
+    @property
+    def baseline(self) -> Cell:
+        return next((cell for cell in self.cells if cell.name == BASELINE), self.cells[0])
+
+    def in_order(self, names: Sequence[str]) -> Dissection:
+        """Return the same with the cells of these names first."""
+        place = {name: i for i, name in enumerate(names)}
+        return Dissection(sorted(self.cells, key=lambda cell: place.get(cell.name, len(place))), self.head)
+
+    # -- tables
+
+    def table(self, level: Level = "step", cell: str | None = None) -> pd.DataFrame:
+        """Return a DataFrame.
+
+        "step": one row a cell: tokens_per_s with its interval low to high, step_ms, planned_ms, peak_gib, planned_gib, idle
+            (share), loss, loss_change against the baseline of the same work, state, why.
+        "phase": one row a cell: forward, backward, optimizer, other, in ms, which sum to step; the share of each in which the
+            device was idle; exposed_communication in ms.
+        "module": one row a part of the decoder, in ms with the time in which it was waited; one column a cell. The rows sum to
+        the step.
+        "operator": the same by operator, on a GPU by kernel, with idle as a row of its own.
+
+        cell: for "module" and "operator", one cell with the columns forward_ms, backward_ms, idle_ms (module), ms and share.
+        Times by phase, module and operator are those of profiled steps times `scale`, so that they sum to a step without the
+        profiler.
+        """
+        import pandas
+
+        if level not in get_args(Level):
+            raise ValueError(f"table({level!r}): the level is one of {', '.join(get_args(Level))}.")
+        several = self._has_machines
+        if level == "step":
+            return pandas.DataFrame([self._step_row(one) for one in self.cells])
+        profiled = [one for one in self.cells if one.profile]
+        if level == "phase":
+            return pandas.DataFrame([{"cell": _label(one, several), **_phases(one)} for one in profiled])
+        rows = _module_rows if level == "module" else _operator_rows
+        if cell is not None:
+            one = self[cell]
+            if not one.profile:
+                raise ValueError(
+                    f"table({level!r}, cell={cell!r}): the cell has no profile, since it is '{one.state}'."
+                )
+            return pandas.DataFrame(rows(one))
+        key = "part" if level == "module" else "operator"
+        columns = {_label(one, several): {row[key]: row["ms"] for row in rows(one)} for one in profiled}
+        order = (
+            list(ORDER)
+            if level == "module"
+            else sorted(
+                {name for found in columns.values() for name in found},
+                key=lambda name: -max(c.get(name, 0.0) for c in columns.values()),
+            )
+        )
+        frame = pandas.DataFrame(columns)
+        return frame.reindex([name for name in order if name in frame.index]).fillna(0.0).rename_axis(key)
+
+    @property
+    def _has_machines(self) -> bool:
+        return len({cell.machine for cell in self.cells}) > 1
+
+    def _same_work(self, cell: Cell) -> Cell | None:
+        """Return the baseline of the cell's machine and work."""
+        work = {name: cell.setting.get(name) for name in WORK}
+        return next(
+            (
+                c
+                for c in self.cells
+                if c.machine == cell.machine and all(c.setting.get(k) == v for k, v in work.items())
+            ),
+            None,
+        )
+
+    def _step_row(self, cell: Cell) -> dict[str, Any]:
+        base, rate = self._same_work(cell), cell.tokens_per_s
+        change = None if cell.loss is None or base is None or base.loss is None else cell.loss - base.loss
+        row = {"cell": cell.name}
+        if self._has_machines:
+            row["machine"] = cell.machine
+        return row | {
+            "tokens_per_s": None if rate is None else rate.mid,
+            "low": rate.low if rate is not None and rate.known else None,
+            "high": rate.high if rate is not None and rate.known else None,
+            "step_ms": cell.ms,
+            "planned_ms": cell.planned.get("step_ms"),
+            "peak_gib": cell.peak_gib,
+            "planned_gib": cell.planned_gib,
+            "idle": cell.idle,
+            "loss": cell.loss,
+            "loss_change": change,
+            "batch": cell.work.get("batch", cell.setting.get("batch")),
+            "state": f"{cell.state}{', brought' * (cell.origin != '')}",
+            "why": cell.why,
+        }
+
+    # -- what a switch brings
+
+    def effect(self, switch: str) -> Effect:
+        """Say what a switch brings: speed with an interval, memory, loss, and in which parts.
+
+        switch: "recompute=full", or the value alone ("full", "flash") where only one switch has it, or a switch with two values.
+        Cells that differ in nothing else are compared; there is one pair for each amount of work and machine, and for each
+        combination that was measured. LookupError where no such pair was measured.
+        """
+        return Effect(*effects(self.cells, switch))
+
+    # -- shown
+
+    def text_rows(self) -> list[list[str]]:
+        rows = []
+        for cell in self.cells:
+            row = self._step_row(cell)
+            rate, base = cell.tokens_per_s, self._same_work(cell)
+            interval = "" if rate is None or not rate.known else f"{rate.low:,.0f} to {rate.high:,.0f}"
+            gain = ""
+            if rate is not None and base is not None and base.tokens_per_s is not None and base is not cell:
+                gain = f"{rate.mid / base.tokens_per_s.mid:.2f} x"
+            rows.append(
+                [
+                    _label(cell, self._has_machines),
+                    "" if rate is None else f"{rate.mid:,.0f}",
+                    interval,
+                    gain,
+                    *_beside(row["step_ms"], row["planned_ms"]),
+                    *_beside(row["peak_gib"], row["planned_gib"]),
+                    "" if cell.idle is None else f"{cell.idle:.0%}",
+                    "" if cell.loss is None else f"{cell.loss:.4f}",
+                    _change(row["loss_change"]) if base is not cell else "",
+                    "" if cell.is_measured and not cell.origin else row["state"],
+                ]
+            )
+        return rows
+
+    @property
+    def title(self) -> str:
+        machine = "several machines" if self._has_machines else self.cells[0].machine if self.cells else ""
+        return f"Dissection of {_what(self.head.get('what'))} on {machine}" if machine else "Dissection"
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what has to be known beside the table: why cells are missing, and which are brought."""
+        found = [f"{cell.name}: {cell.why}" for cell in self.cells if cell.why]
+        weights = {
+            cell.work["weights"] for cell in self.cells if cell.work.get("weights") and not cell.setting.get("model")
+        }
+        if len(weights) > 1:
+            found.append("the cells did not start from the same weights, so their losses cannot be compared")
+        found += self._control()
+        if busy := [cell.name for cell in self.cells if cell.cores_in_use > BUSY]:
+            found.append(f"other programs used the processor while {', '.join(busy)} ran, so their times say little")
+        if all(cell.planned.get("step_ms") is None for cell in self.cells) and self.cells:
+            found.append(
+                "steps have no planned time: surokit.calibrate() measures this machine's rates once, 20 seconds"
+            )
+        found += [f"{cell.name}: brought from {cell.origin}" for cell in self.cells if cell.origin]
+        return found
+
+    def _control(self) -> list[str]:
+        """Say how far the baseline that was measured last differs from the one that was measured first."""
+        names = {cell.name: cell for cell in self.cells if not cell.origin}
+        if BASELINE not in names or AGAIN not in names:
+            return []
+        ratio = Pair(names[BASELINE], names[AGAIN]).speed
+        return (
+            []
+            if ratio is None
+            else [f"the baseline measured again at the end: {ratio} x, and differences below that say nothing"]
+        )
+
+    def __repr__(self) -> str:
+        table = text_table(self.text_rows(), header=_HEADER, right=range(1, len(_HEADER) - 1))
+        return "\n".join([self.title, table, *(f"  {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        import html
+
+        table = html_table(self.text_rows(), header=_HEADER, right=range(1, len(_HEADER) - 1), title=self.title)
+        return table + "".join(f"<div><small>{html.escape(note)}</small></div>" for note in self.notes)
+
+    def plot(self) -> Figure:
+        """Draw the step of each cell by parts of the decoder, and tokens/s against memory with the frontier."""
+        from surokit.dissection.picture import picture
+
+        return picture(self)
+
+    def report(self, folder: str | Path) -> Path:
+        """Write a report in Markdown with its pictures and the raw cells beside it; return the file."""
+        from surokit.dissection.report import write
+
+        return write(self, Path(folder))
+
+
+_HEADER = ("cell", "tokens/s", "95 %", "", "step ms", "planned", "peak GiB", "planned", "idle", "loss", "change", "")
+_IDLE = "idle"
+
+
+def _what(what: str | None) -> str:
+    return "fine-tuning" if what == "tune" else "a training step" if what == "train" else "steps"
+
+
+def _label(cell: Cell, several: bool) -> str:
+    return f"{cell.name} on {cell.machine}" if several else cell.name
+
+
+def _beside(measured: float | None, planned: float | None) -> tuple[str, str]:
+    return ("" if measured is None else three_digits(measured), "" if planned is None else three_digits(planned))
+
+
+def _change(change: float | None) -> str:
+    return "" if change is None else "same" if change == 0 else f"{change:+.2g}"
+
+
+def _phases(cell: Cell) -> dict[str, float]:
+    """Return the phases of a step, which sum to it, and the idle share of each."""
+    wall = {name: cell.profile["phases_ms"][name] for name in _PHASES}
+    busy = {
+        "forward": sum(part["forward_ms"] for part in cell.profile["parts"] if part["part"] in _MODEL),
+        "backward": sum(part["backward_ms"] for part in cell.profile["parts"]),
+        "optimizer": sum(
+            part["ms"] for part in cell.profile["parts"] if part["part"] in ("optimizer", "gradient clipping")
+        ),
+    }
+    other = cell.profile["wall_ms"] - sum(wall.values())
+    times = {name: ms * cell.scale for name, ms in {**wall, "other": other}.items()}
+    shares = {f"{name}_idle": max(0.0, 1 - busy[name] / wall[name]) if wall[name] else 0.0 for name in _PHASES}
+    return {
+        **times,
+        "step": sum(times.values()),
+        **shares,
+        "exposed_communication": cell.profile["comm_exposed_ms"] * cell.scale,
+    }
+
+
+_MODEL = frozenset(ORDER[: ORDER.index("loss") + 1]) | {"other"}
+
+
+def _module_rows(cell: Cell) -> list[dict[str, Any]]:
+    whole = cell.profile["wall_ms"]
+    return [
+        {
+            "part": part["part"],
+            "in": "DecoderLayer" if part["part"] in IN_LAYERS else "",
+            **{name: part[name] * cell.scale for name in ("forward_ms", "backward_ms", "idle_ms", "ms")},
+            "share": part["ms"] / whole,
+        }
+        for part in cell.profile["parts"]
+    ]
+
+
+def _operator_rows(cell: Cell) -> list[dict[str, Any]]:
+    p, whole = cell.profile, cell.profile["wall_ms"]
+    on_gpu = p["activity"] == "gpu"
+    listed = [
+        (row["kernel" if on_gpu else "op"], row["calls"], row["self_ms"]) for row in p["kernels" if on_gpu else "ops"]
+    ]
+    # on a CPU what an operator takes by itself is busy time, but for what autograd's nodes and ranges do around operators
+    rest = p["busy_ms"] - sum(ms for _, _, ms in listed)
+    rows = [*listed, ("other", None, rest), (_IDLE, None, p["idle_ms"])]
+    return [{"operator": name, "calls": calls, "ms": ms * cell.scale, "share": ms / whole} for name, calls, ms in rows]
+
+
+__all__ = ["CELLS", "FORMAT", "HEAD", "PROFILES", "Dissection", "Level"]

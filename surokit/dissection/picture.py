@@ -1,0 +1,88 @@
+"""Draw a dissection: the step of each cell by parts of the decoder, and tokens/s against memory with its frontier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surokit.profiler.analysis.parts import ORDER
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from surokit.dissection.cell import Cell
+    from surokit.dissection.dissection import Dissection
+
+#: What is drawn as one piece of a bar, with a colour that is told apart without seeing red and green apart.
+PIECES = {
+    "linear layers": ("#0072b2", tuple(name for name in ORDER if name.startswith("Linear"))),
+    "attention": ("#d55e00", ("attention",)),
+    "RoPE and reshaping": ("#e69f00", ("RoPE and reshaping",)),
+    "norms, gate, residual": (
+        "#009e73",
+        ("RMSNorm", "SiLU and gate", "norm and gate, fused", "residual sum", "router"),
+    ),
+    "embedding, head, loss": ("#56b4e9", ("embedding", "lm_head", "loss")),
+    "optimizer": ("#cc79a7", ("optimizer", "gradient clipping")),
+    "communication, copies": ("#f0e442", ("communication", "copies", "data")),
+    "other": ("0.55", ("other", "CUDA graph")),
+    "idle": ("0.9", ("idle",)),
+}
+
+
+def picture(found: Dissection) -> Figure:
+    """Return the figure; cells without a profile have no bar, and those without memory no point."""
+    from matplotlib import pyplot as plt
+
+    profiled = [cell for cell in found.cells if cell.profile]
+    height = max(3.4, 0.32 * len(profiled) + 1.6)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, height), layout="constrained", width_ratios=(1.5, 1))
+    plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
+    several = len({cell.machine for cell in found.cells}) > 1
+    names = [f"{cell.name}, {cell.machine}" if several else cell.name for cell in profiled]
+    _bars(left, profiled, names)
+    _points(right, [cell for cell in found.cells if cell.tokens_per_s and cell.peak_gib], several)
+    figure.suptitle(found.title, fontsize=10)
+    return figure
+
+
+def _bars(axes: Axes, cells: list[Cell], names: list[str]) -> None:
+    at = list(range(len(cells)))
+    so_far = [0.0] * len(cells)
+    for label, (colour, parts) in PIECES.items():
+        widths = []
+        for cell in cells:
+            times = {row["part"]: row["forward_ms"] + row["backward_ms"] for row in cell.profile["parts"]}
+            times["idle"] = cell.profile["idle_ms"]
+            widths.append(cell.scale * sum(times.get(part, 0.0) for part in parts))
+        if any(widths):
+            axes.barh(at, widths, left=so_far, color=colour, label=label, height=0.7)
+            so_far = [a + b for a, b in zip(so_far, widths)]
+    axes.set_yticks(at, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step")
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.1), ncols=3)
+
+
+def _points(axes: Axes, cells: list[Cell], several: bool) -> None:
+    machines = list(dict.fromkeys(cell.machine for cell in cells))
+    markers = "osD^vP*X"
+    points = []
+    for number, cell in enumerate(cells, 1):
+        assert cell.tokens_per_s is not None
+        assert cell.peak_gib is not None
+        x, y = cell.peak_gib, cell.tokens_per_s.mid
+        points.append((x, y))
+        axes.plot(x, y, markers[machines.index(cell.machine) % len(markers)], color="#0072b2")
+        axes.annotate(str(number), (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
+    best: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    axes.plot(*zip(*best), "--", color="0.6", linewidth=0.9, zorder=0) if best else None
+    said = [f"{n}  {cell.name}{f', {cell.machine}' * several}" for n, cell in enumerate(cells, 1)]
+    axes.set(xlabel="peak memory, GiB", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
+    axes.text(1.02, 1.0, "\n".join(said), transform=axes.transAxes, fontsize=7, va="top")
+
+
+__all__ = ["PIECES", "picture"]

@@ -1,0 +1,84 @@
+"""Write a dissection as a report in Markdown, with its picture and its raw cells beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surokit.places import make_folder, write_whole
+from surokit.tables import markdown_table
+
+if TYPE_CHECKING:
+    from surokit.dissection.dissection import Dissection
+
+
+def write(found: Dissection, folder: Path) -> Path:
+    """Write report.md, step.png and cells.json in a folder, and return the first."""
+    make_folder(folder, "a report")
+    found.plot().savefig(folder / "step.png", dpi=150)
+    write_whole(folder / "cells.json", json.dumps({"cells": [asdict(cell) for cell in found.cells]}, indent=1))
+    lines = [f"# {found.title}", "", *_head(found), "", *sections(found), "", "![the step by parts](step.png)", ""]
+    lines += ["Raw values: [cells.json](cells.json).", ""]
+    file = folder / "report.md"
+    write_whole(file, "\n".join(lines))
+    return file
+
+
+def sections(found: Dissection) -> list[str]:
+    """Return the tables by step, phase and module as lines of Markdown."""
+    rows = found.text_rows()
+    lines = [
+        markdown_table(rows, header=_STEP, right=range(1, len(_STEP) - 1)),
+        "",
+        *(f"- {note}" for note in found.notes),
+    ]
+    phase = found.table("phase")
+    if len(phase):
+        shares = [name for name in phase.columns if name.endswith("_idle")]
+        cells = [
+            [row["cell"], *(f"{row[name]:.0%}" if name in shares else f"{row[name]:.1f}" for name in phase.columns[1:])]
+            for row in phase.to_dict("records")
+        ]
+        header = ["cell", *(name.replace("_", " ") for name in phase.columns[1:])]
+        lines += ["", "## By phase, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
+    module = found.table("module")
+    if len(module):
+        cells = [[str(part), *(f"{value:.1f}" for value in row)] for part, row in zip(module.index, module.to_numpy())]
+        cells.append(["step", *(f"{value:.1f}" for value in module.sum())])
+        header = ["part", *map(str, module.columns)]
+        lines += ["", "## By module, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
+    return lines
+
+
+def _head(found: Dissection) -> list[str]:
+    head: dict[str, Any] = found.head
+    versions = head.get("environment", {})
+    return [
+        f"{name}: {value}  "
+        for name, value in {
+            "Model": head.get("model"),
+            "Steps that were timed": head.get("steps"),
+            "Machine": head.get("machine"),
+            "torch": versions.get("torch"),
+            "Date": versions.get("date"),
+        }.items()
+        if value is not None
+    ]
+
+
+_STEP = (
+    "cell",
+    "tokens/s",
+    "95 %",
+    "against the baseline",
+    "step ms",
+    "planned ms",
+    "peak GiB",
+    "planned GiB",
+    "idle",
+    "loss",
+    "change",
+    "",
+)

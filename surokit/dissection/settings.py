@@ -1,0 +1,253 @@
+"""Describe how a cell computes, and make the grid of settings: each switch alone, then all together, for each amount of work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from surokit.fusion import Fusion, Recompute
+from surokit.recipe import Recipe, find_recipe
+
+if TYPE_CHECKING:
+    from surokit.optim.spec import Spec
+
+What = Literal["train", "tune"]
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "eager", "sdpa"]
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "offloadadamw", "zenflow")
+STAGES = (0, 2, 3)
+RANK = 16  # of an adapter, where tuning does not say
+LARGEST = "largest"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A Setting is how one cell of a dissection computes; every field is a switch that `dissect(over=...)` knows.
+
+    recipe: a recipe or its name. lora: the rank of an adapter, 0 trains all weights.
+    recompute: "none", "selective" (outputs of norm and gate; for our layers it needs fusion="fused") or "full" (each layer).
+    attention: whose kernels compute attention: "auto" as the model does; "math" holds all scores; "flash", "efficient", "cudnn" are
+        torch's; "eager" and "sdpa" choose an implementation of transformers' models.
+    fusion: "none", "fused", or a Fusion. optimizer: one of OPTIMIZERS, or a specification such as surokit.AdamW(lr=1e-3).
+    offload_weights, offload_activations: kept on the host (surokit.offload_weights, surokit.offload_activations).
+    gpus: processes that train together, each on a GPU or a share of the CPU. zero: ZeRO's stage, 0 (copies), 2 or 3.
+    compile: torch.compile.
+
+    The amount of work: model (its name, where there are several sizes), batch (sequences of each process, or "largest"), length
+    (tokens of each), accumulate (batches a step).
+    """
+
+    model: str = ""
+    batch: int | Literal["largest"] = 1
+    length: int = 0
+    accumulate: int = 1
+    recipe: Recipe | str = "bf16"
+    lora: int = 0
+    recompute: Recompute = "none"
+    attention: Backend = "auto"
+    fusion: Fusion | Literal["none", "fused"] = "none"
+    optimizer: str | Spec = "adamw"
+    offload_weights: bool = False
+    offload_activations: bool = False
+    gpus: int = 1
+    zero: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in known:
+                raise ValueError(f"dissect(over={{{name!r}: {value!r}}}): {name} is one of {', '.join(known)}.")
+        for name in ("batch", "length", "accumulate", "gpus", "lora", "zero"):
+            value, least = getattr(self, name), 0 if name in ("lora", "zero", "length") else 1
+            if name == "batch" and value == LARGEST:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                also = f", or {LARGEST!r}" * (name == "batch")
+                raise ValueError(
+                    f"dissect(over={{{name!r}: {value!r}}}): {name} is a whole number of at least {least}{also}."
+                )
+        if self.zero not in STAGES:
+            raise ValueError(
+                f"dissect(over={{'zero': {self.zero}}}): ZeRO's stage is one of {', '.join(map(str, STAGES))}."
+            )
+        for name in ("offload_weights", "offload_activations", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"dissect(over={{{name!r}: {getattr(self, name)!r}}}): {name} is True or False.")
+        find_recipe(self.recipe)
+
+    @property
+    def full_recipe(self) -> Recipe:
+        """Return the recipe with its adapter."""
+        recipe = find_recipe(self.recipe)
+        return recipe.lora(rank=self.lora) if self.lora else recipe
+
+    @property
+    def full_fusion(self) -> Fusion:
+        """Return the Fusion, with what backward computes again."""
+        if isinstance(self.fusion, Fusion):
+            return self.fusion if self.recompute == "none" else replace(self.fusion, recompute=self.recompute)
+        return replace(Fusion() if self.fusion == "fused" else Fusion.OFF, recompute=self.recompute)
+
+    def labels(self) -> dict[str, Any]:
+        """Return every switch with its value as a number, a bool or text."""
+        return {field.name: label_of(getattr(self, field.name)) for field in fields(self)}
+
+    def check(self, what: What) -> None:
+        """Raise ValueError where two settings contradict each other, and name both."""
+        for wrong, first, second, why in _contradictions(self, what):
+            if wrong:
+                raise ValueError(f"{first} and {second} contradict each other: {why}.")
+
+
+#: Switches that change how much is computed, and so cross with all others.
+WORK = ("model", "batch", "length", "accumulate")
+_CHOICES: dict[str, Sequence[str]] = {
+    "recompute": get_args(Recompute),
+    "attention": get_args(Backend),
+    "fusion": ("none", "fused"),
+    "optimizer": OPTIMIZERS,
+}
+
+
+def _contradictions(s: Setting, what: What) -> Iterator[tuple[bool, str, str, str]]:
+    recipe = find_recipe(s.recipe)
+    name = getattr(s.recipe, "name", s.recipe)
+    host = s.optimizer if isinstance(s.optimizer, str) else s.optimizer.optimizer.__name__.lower()
+    yield (
+        what == "train" and s.lora > 0,
+        f"lora={s.lora}",
+        "what='train'",
+        "an adapter is fine-tuning, which is what='tune'",
+    )
+    yield (
+        bool(recipe.storage) and not s.lora,
+        f"recipe={name}",
+        "lora=0",
+        "its stored weights do not train, so give an adapter, as what='tune' does",
+    )
+    yield (
+        s.zero > 0 and s.gpus == 1,
+        f"zero={s.zero}",
+        "gpus=1",
+        "there is nobody to divide with, so give gpus=2 or more",
+    )
+    yield (
+        s.offload_weights and s.recompute == "full",
+        "offload_weights=True",
+        "recompute=full",
+        "a block whose weights are fetched is computed again in any case, so leave recompute out",
+    )
+    yield (
+        s.offload_activations and s.recompute == "full",
+        "offload_activations=True",
+        "recompute=full",
+        "what is computed again is not kept, so there is nothing to move",
+    )
+    for moved in ("offload_weights", "offload_activations"):
+        yield getattr(s, moved) and s.gpus > 1, f"{moved}=True", f"gpus={s.gpus}", "it works in one process"
+        yield getattr(s, moved) and s.compile, f"{moved}=True", "compile=True", "hooks that copy are not compiled"
+    yield (
+        s.recompute == "selective" and s.fusion == "none",
+        "recompute=selective",
+        "fusion=none",
+        "outputs of norm and gate are computed again where they are fused with what reads them",
+    )
+    yield s.zero > 0 and s.compile, f"zero={s.zero}", "compile=True", "a divided model is not compiled here"
+    yield host == "zenflow" and s.compile, "optimizer=zenflow", "compile=True", "it reads gradients while they are made"
+
+
+def label_of(value: Any) -> Any:
+    """Return a switch's value as a number, a bool or text."""
+    if isinstance(value, bool | int | str):
+        return value
+    return value.name if isinstance(value, Recipe) else str(value) if isinstance(value, Fusion) else repr(value)
+
+
+# -- the grid
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An Asked is a cell that shall be measured. name: the switches in which it differs from the baseline; refused: why it cannot
+    be."""
+
+    name: str
+    setting: Setting
+    refused: str = ""
+
+
+def grid(over: Mapping[str, Any], what: What, base: Setting, together: bool | Literal["all"] = True) -> list[Asked]:
+    """Make the cells: for each amount of work the baseline, each switch alone, and all together.
+
+    over: switch -> its values, the first being the baseline's; one value alone is set against the default. together: True adds
+    the cell in which every switch has its last value, "all" every combination.
+
+    ValueError for a switch or a value that is not known, and where the baseline or a switch alone contradicts itself; a
+    combination that does is refused in its cell.
+    """
+    known = [field.name for field in fields(Setting)]
+    if strange := [name for name in over if name not in known]:
+        raise ValueError(f"dissect(over=...) has no switch {strange[0]!r}: it knows {', '.join(known)}.")
+    axes = {name: _values(name, given, getattr(base, name)) for name, given in over.items()}
+    base = replace(base, **{name: values[0] for name, values in axes.items()})
+    base.check(what)
+    works = {name: values for name, values in axes.items() if name in WORK}
+    switches = {name: values for name, values in axes.items() if name not in WORK}
+    changes: dict[str, dict[str, Any]] = {"": {}}
+    changes |= {_said({name: value}): {name: value} for name, values in switches.items() for value in values[1:]}
+    if together == "all":
+        for values in product(*switches.values()):
+            change = {name: value for name, value in zip(switches, values) if value != switches[name][0]}
+            changes[_said(change)] = change
+    elif together and len(switches) > 1:
+        changes[TOGETHER] = {name: values[-1] for name, values in switches.items() if values[-1] != values[0]}
+    cells: dict[str, Asked] = {}
+    for values in product(*works.values()):
+        work = dict(zip(works, values))
+        for said, change in changes.items():
+            setting = replace(base, **work, **change)
+            where = _said({k: v for k, v in work.items() if v != works[k][0]})
+            name = ", ".join(filter(None, (where, said))) or BASELINE
+            refused = ""
+            try:
+                setting.check(what)
+            except ValueError as error:
+                if len(change) < 2:
+                    raise
+                refused = str(error)
+            cells.setdefault(name, Asked(name, setting, refused))
+    return [*cells.values(), Asked(AGAIN, base)]
+
+
+def _values(name: str, given: Any, default: Any) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = (default, given)
+    values = tuple(dict.fromkeys(given))
+    if not values:
+        raise ValueError(f"dissect(over={{{name!r}: ...}}): give one value or more.")
+    return values
+
+
+def _said(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={label_of(value)}" for name, value in changes.items())
+
+
+BASELINE, TOGETHER = "baseline", "all together"
+AGAIN = "baseline again"  # measured last: what differs between the two says how far smaller differences can be trusted
+
+__all__ = [
+    "AGAIN",
+    "BASELINE",
+    "LARGEST",
+    "OPTIMIZERS",
+    "RANK",
+    "TOGETHER",
+    "WORK",
+    "Asked",
+    "Setting",
+    "What",
+    "grid",
+    "label_of",
+]

@@ -1,0 +1,56 @@
+"""Cells made by hand, whose every answer is known."""
+
+from surokit.dissection.cell import Cell
+from surokit.dissection.settings import Setting
+
+PARTS = ("part", "activities", "forward_ms", "backward_ms", "idle_ms", "ms")
+
+
+def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):
+    """Of a step of attention and linear layers (a third of each forward), an optimizer, and idle time in attention."""
+    rows = [
+        ("Linear q", 4.0, linear / 3, 2 * linear / 3, 0.0, linear),
+        ("attention", 2.0, attention / 3, 2 * attention / 3, idle, attention + idle),
+        ("optimizer", 1.0, optimizer, 0.0, 0.0, optimizer),
+    ]
+    wall = attention + linear + optimizer + idle
+    forward = (attention + linear) / 3
+    return {
+        "wall_ms": wall,
+        "busy_ms": wall - idle,
+        "idle_ms": idle,
+        "phases_ms": {
+            "forward": forward + idle,
+            "backward": 2 * forward,
+            "optimizer": optimizer,
+            "other": 0.0,
+            "data": 0.0,
+        },
+        "comm_exposed_ms": 0.0,
+        "comm_ms": 0.0,
+        "activity": "cpu",
+        "parts": [dict(zip(PARTS, row)) for row in rows],
+        "ops": [
+            {"op": "aten::mm", "calls": 4, "self_ms": linear},
+            {"op": "aten::bmm", "calls": 2, "self_ms": attention},
+        ],
+        "kernels": [],
+        "lost": [],
+    }
+
+
+def cell(name, step_ms=(60.0,) * 6, losses=(5.0, 4.0), machine="cpu", peak=2**30, tokens=600, **changes):
+    """A cell of a step with these switches changed."""
+    facts = {key: changes.pop(key) for key in ("state", "why", "profile", "origin", "planned") if key in changes}
+    setting = Setting(**{"batch": 2, "length": 300, **changes})
+    fields = {
+        "work": {"tokens_per_step": tokens, "batch": 2, "weights": "abc"},
+        "step_ms": step_ms,
+        "losses": losses,
+        "memory": {"peak": peak},
+        "planned": {"peak": 1.1 * peak, "step_ms": None},
+        "profile": profile(),
+    }
+    if facts.get("state", "measured") != "measured":
+        fields = {}
+    return Cell(name, **{"state": "measured", "setting": setting.labels(), "machine": machine, **fields, **facts})

@@ -1,0 +1,144 @@
+"""Which cells a grid has, and which settings contradict each other."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+import surokit as sk
+from surokit.dissection.settings import AGAIN, BASELINE, TOGETHER, Setting, grid
+from tests.refusals import refused
+
+BASE = Setting(batch=2, length=32)
+OVER = {"attention": ("math", "flash"), "recompute": ("none", "full"), "recipe": ("bf16", "fp8", sk.FP4)}
+
+
+def names(over, **options):
+    return [asked.name for asked in grid(over, "train", BASE, **options)]
+
+
+def test_each_switch_alone_then_all_together_and_the_baseline_again():
+    found = grid(OVER, "train", BASE)
+    assert [asked.name for asked in found] == [
+        BASELINE,
+        "attention=flash",
+        "recompute=full",
+        "recipe=fp8",
+        "recipe=fp4",
+        TOGETHER,
+        AGAIN,
+    ]
+    by_name = {asked.name: asked.setting for asked in found}
+    base = replace(BASE, attention="math")
+    assert by_name[BASELINE] == by_name[AGAIN] == base
+    assert by_name["recipe=fp8"] == replace(base, recipe="fp8")
+    assert by_name[TOGETHER] == replace(base, attention="flash", recompute="full", recipe=sk.FP4)
+
+
+def test_together_may_be_left_out_or_every_combination():
+    assert TOGETHER not in names(OVER, together=False)
+    found = names({"attention": ("math", "flash"), "recompute": ("none", "full")}, together="all")
+    assert found == [BASELINE, "attention=flash", "recompute=full", "attention=flash, recompute=full", AGAIN]
+    assert names({"recompute": "full"}) == [BASELINE, "recompute=full", AGAIN]  # one switch is together with none
+
+
+def test_a_value_alone_is_set_against_the_default():
+    found = grid({"optimizer": "adamw8bit"}, "train", BASE)
+    assert [asked.setting.optimizer for asked in found] == ["adamw", "adamw8bit", "adamw"]
+
+
+def test_amounts_of_work_cross_with_every_switch():
+    found = names({"batch": (1, 4), "length": (32, 350), "fusion": ("none", "fused")})
+    assert found == [
+        *(BASELINE, "fusion=fused"),
+        *("length=350", "length=350, fusion=fused"),
+        *("batch=4", "batch=4, fusion=fused"),
+        *("batch=4, length=350", "batch=4, length=350, fusion=fused"),
+        AGAIN,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("train", {"lora": 8}),
+        ("train", {"recipe": "qnf4"}),
+        ("tune", {"recipe": "qfp8"}),
+        ("train", {"zero": 3}),
+        ("train", {"offload_weights": True, "recompute": "full"}),
+        ("train", {"offload_activations": True, "recompute": "full"}),
+        ("train", {"offload_weights": True, "gpus": 2}),
+        ("train", {"offload_activations": True, "compile": True}),
+        ("train", {"recompute": "selective"}),
+        ("train", {"zero": 2, "gpus": 2, "compile": True}),
+        ("train", {"optimizer": "zenflow", "compile": True}),
+    ],
+    ids=str,
+)
+def test_contradictions_name_both_settings(what, changes):
+    with refused(ValueError):
+        replace(BASE, **changes).check(what)
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("tune", {"recipe": "qnf4", "lora": 8}),
+        ("train", {"zero": 3, "gpus": 2}),
+        ("train", {"recompute": "selective", "fusion": "fused"}),
+        ("train", {"offload_weights": True, "offload_activations": True}),
+    ],
+    ids=str,
+)
+def test_what_goes_together_is_let_through(what, changes):
+    replace(BASE, **changes).check(what)
+
+
+def test_a_contradiction_of_all_together_is_a_cell_with_its_reason():
+    found = grid({"recompute": ("none", "full"), "offload_activations": (False, True)}, "train", BASE)
+    (together,) = [asked for asked in found if asked.name == TOGETHER]
+    assert together.refused.startswith("offload_activations=True and recompute=full contradict each other")
+    assert not any(asked.refused for asked in found if asked is not together)
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"flash": True},
+        {"attention": "fast"},
+        {"recompute": ("none", "some")},
+        {"optimizer": "lion"},
+        {"batch": 0},
+        {"batch": "all"},
+        {"batch": True},
+        {"length": 2.5},
+        {"compile": "yes"},
+        {"lora": -1},
+        {"zero": 1},
+        {"fusion": "all"},
+        {"recompute": ()},
+    ],
+    ids=str,
+)
+def test_switches_and_values_that_are_not_known(over):
+    with refused(ValueError):
+        grid(over, "train", BASE)
+
+
+def test_a_recipe_that_is_not_known():
+    with pytest.raises(ValueError, match="fp9"):
+        grid({"recipe": "fp9"}, "train", BASE)
+
+
+def test_labels_are_plain_values():
+    labels = replace(BASE, recipe=sk.FP8, optimizer=sk.AdamW(lr=1e-3), fusion=sk.Fusion()).labels()
+    assert set(labels) == {field.name for field in fields(Setting)}
+    assert labels["recipe"] == "fp8"
+    assert labels["optimizer"] == "AdamW(lr=0.001)"
+    assert all(isinstance(value, bool | int | str) for value in labels.values())
+
+
+def test_recipe_and_fusion_of_a_setting():
+    assert replace(BASE, recipe="qfp8", lora=4).full_recipe == sk.QFP8.lora(rank=4)
+    assert replace(BASE, recompute="full").full_fusion == replace(sk.Fusion.OFF, recompute="full")
+    assert replace(BASE, fusion="fused", recompute="selective").full_fusion == sk.Fusion(recompute="selective")
+    assert replace(BASE, fusion=sk.Fusion().without("joint")).full_fusion == sk.Fusion().without("joint")

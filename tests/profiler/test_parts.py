@@ -1,0 +1,179 @@
+"""Parts of a decoder: which part an operator belongs to, sums, and what was planted in one of them."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import surokit as sk
+from surokit.profiler.analysis.parts import IN_LAYERS, ORDER, part_of
+from surokit.profiler.analysis.tables import analyse
+from surokit.profiler.analysis.timeline import Event, Kind
+from tests.profiler.traces import US, block, spans
+
+CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=96, max_length=64, qk_norm=True)
+IDS = torch.arange(64).reshape(2, 32)
+LAYER = "model.layers.0"
+
+CASES = [
+    (f"{LAYER}.self_attn.q_proj", "Linear", "aten::mm", "aten::linear", "Linear q"),
+    (f"{LAYER}.self_attn.q_proj.lora_A.default", "Linear", "aten::mm", "aten::linear", "Linear q"),
+    (f"{LAYER}.mlp.down_proj.base_layer", "Linear4bit", "aten::mm", "aten::linear", "Linear down"),
+    (f"{LAYER}.self_attn.c_attn", "Conv1D", "aten::addmm", "aten::addmm", "Linear q k v"),
+    ("model.embed_tokens", "Embedding", "aten::embedding", "aten::embedding", "embedding"),
+    (f"{LAYER}.input_layernorm", "LlamaRMSNorm", "aten::pow", "aten::pow", "RMSNorm"),
+    ("model.rotary_emb", "LlamaRotaryEmbedding", "aten::cos", "aten::cos", "RoPE and reshaping"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "aten::bmm", "aten::matmul", "attention"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "aten::mul", "aten::scaled_dot_product_attention", "attention"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "void flash_fwd_kernel<...>", "", "attention"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "aten::neg", "aten::neg", "RoPE and reshaping"),
+    (f"{LAYER}.self_attn", "Attention", "aten::matmul", "_Stage", "Linear, fused"),
+    (f"{LAYER}.self_attn", "Attention", "aten::rsqrt", "_Stage", "norm and gate, fused"),
+    (f"{LAYER}.self_attn", "Attention", "surokit::causal_attention_cpu", "_StageBackward", "attention"),
+    (f"{LAYER}.mlp", "MLP", "aten::silu", "_Stage", "SiLU and gate"),
+    (f"{LAYER}.mlp.act_fn", "SiLUActivation", "aten::silu", "aten::silu", "SiLU and gate"),
+    (f"{LAYER}.mlp", "LlamaMLP", "aten::mul", "aten::mul", "SiLU and gate"),
+    (LAYER, "LlamaDecoderLayer", "aten::add", "aten::add", "residual sum"),
+    ("lm_head", "Linear", "aten::mm", "aten::linear", "lm_head"),
+    ("Decoder", "Decoder", "aten::mm", "_LinearCrossEntropy", "lm_head"),
+    ("Decoder", "Decoder", "aten::exp_", "_LinearCrossEntropy", "loss"),
+    (f"{LAYER}.mlp.gate", "TopKRouter", "aten::mm", "aten::linear", "router"),
+    ("adapter.fc", "Linear", "aten::mm", "aten::linear", "Linear, other"),
+    ("(outside modules)", "", "aten::add", "aten::add", "other"),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "operator", "outermost", "part"), CASES)
+def test_an_operator_has_one_part(path, kind, operator, outermost, part):
+    assert part_of(path, kind, operator, outermost) == part
+    assert part in ORDER
+
+
+def test_what_lies_in_a_layer():
+    assert {"RMSNorm", "Linear q", "attention", "residual sum"} <= IN_LAYERS
+    assert not {"embedding", "lm_head", "loss", "optimizer", "communication", "other"} & IN_LAYERS
+
+
+def profiled(model):
+    session = sk.Session(model, [{"input_ids": IDS, "labels": IDS}], schedule=None)
+    with sk.profile(steps=2, warmup=1) as found:
+        session.run(3)
+    return found
+
+
+def parts(found):
+    return {row["part"]: row for row in found.parts.to_dict("records")}
+
+
+@pytest.mark.parametrize("fuse", [None, "none", "full"])
+def test_rows_sum_to_the_step(fuse):
+    model = sk.Decoder(CONFIG, dtype=torch.bfloat16)
+    if fuse:
+        sk.fuse(model, recompute=fuse)
+    found = profiled(model)
+    rows = found.parts
+    sums = rows[["forward_ms", "backward_ms", "idle_ms", "ms"]].sum()
+    assert sums["forward_ms"] + sums["backward_ms"] == pytest.approx(found.summary["busy_ms"], rel=1e-6)
+    assert sums["idle_ms"] == pytest.approx(found.summary["idle_ms"], rel=1e-6)
+    assert sums["ms"] == pytest.approx(found.summary["wall_ms"], rel=1e-6)
+    assert list(rows["part"]) == [part for part in ORDER if part in set(rows["part"])]
+    expected = {"Linear, fused", "norm and gate, fused"} if fuse else {"Linear q", "Linear gate", "RMSNorm"}
+    assert expected | {"embedding", "attention", "lm_head", "loss", "optimizer"} <= set(rows["part"])
+
+
+class Planted(nn.Module):
+    """Calls a module and does more products beside it, whose result is not used."""
+
+    products: ClassVar[int] = 5
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, *rest):
+        with torch.no_grad():
+            for _ in range(self.products):
+                torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        return self.inner(x, *rest)
+
+
+class PlantedAttention(Planted):
+    pass
+
+
+class PlantedMLP(Planted):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("place", "wrapper", "row"),
+    [
+        ("mlp.down_proj", Planted, "Linear down"),
+        ("mlp", PlantedMLP, "SiLU and gate"),
+        ("input_layernorm", type("PlantedRMSNorm", (Planted,), {}), "RMSNorm"),
+        ("self_attn.o_proj", Planted, "Linear o"),
+    ],
+)
+def test_planted_products_are_in_the_row_of_their_module(place, wrapper, row):
+    torch.manual_seed(0)
+    plain, planted = sk.Decoder(CONFIG, dtype=torch.bfloat16), sk.Decoder(CONFIG, dtype=torch.bfloat16)
+    for layer in planted.model.layers:
+        parent, _, name = place.rpartition(".")
+        at = layer.get_submodule(parent)
+        setattr(at, name, wrapper(getattr(at, name)))
+    before, after = parts(profiled(plain)), parts(profiled(planted))
+    # each product is three operators, two of which fill its operands; a fill is two
+    extra = {part: after[part]["activities"] - before[part]["activities"] for part in before}
+    assert extra[row] >= 3 * Planted.products * CONFIG.layers
+    linear = [part for part in extra if part.startswith("Linear") and part != row]
+    assert all(extra[part] == 0 for part in linear)
+
+
+def test_a_wait_in_a_module_is_in_its_row():
+    """On a faked clock: the norm's two operators take 10 us each with 30 us between them, in which the host waits."""
+
+    def step(wait):
+        return block(
+            [
+                Event(Kind.OP, "aten::pow", 10 * US, 20 * US, 1),
+                Event(Kind.OP, "aten::rsqrt", (20 + wait) * US, (30 + wait) * US, 1),
+                Event(Kind.OP, "aten::mm", (40 + wait) * US, (90 + wait) * US, 1),
+            ],
+            100 + wait,
+            modules=(("Net", "Net"), ("Net.input_layernorm", "RMSNorm"), ("Net.q_proj", "Linear")),
+            **spans((0, 5, 95 + wait), (1, 8, 32 + wait), (2, 38 + wait, 92 + wait)),
+            device="cpu",
+        )
+
+    for wait in (0, 30):
+        found = analyse(step(wait))
+        table = found.tables["parts"]
+        assert dict(zip(table["part"], table["forward_ms"])) == pytest.approx(
+            {"RMSNorm": 0.02, "Linear q": 0.05, "other": 0.0}
+        )
+        idle = {"RMSNorm": 0.004 + wait / 1000, "Linear q": 0.004, "other": 0.022}
+        assert dict(zip(table["part"], table["idle_ms"])) == pytest.approx(idle)
+        assert sum(table["ms"]) == pytest.approx(found.summary["wall_ms"])
+
+
+def test_work_that_grows_on_a_faked_clock_is_found_in_its_row():
+    def step(longer):
+        return block(
+            [
+                Event(Kind.OP, "aten::scaled_dot_product_attention", 10 * US, (20 + longer) * US, 1),
+                Event(Kind.OP, "aten::mul", (20 + longer) * US, (26 + longer) * US, 1),
+                Event(Kind.OP, "aten::silu", (30 + longer) * US, (40 + longer) * US, 1),
+            ],
+            100 + longer,
+            modules=(("Net", "Net"), ("Net.self_attn", "Attention"), ("Net.mlp", "MLP")),
+            **spans((0, 5, 95 + longer), (1, 8, 28 + longer), (2, 29 + longer, 42 + longer)),
+            device="cpu",
+        )
+
+    before, after = (dict(zip(t["part"], t["forward_ms"])) for t in (analyse(step(n)).tables["parts"] for n in (0, 25)))
+    assert before == pytest.approx(
+        {"RoPE and reshaping": 0.006, "attention": 0.01, "SiLU and gate": 0.01, "other": 0.0}
+    )
+    assert {part for part in before if after[part] != pytest.approx(before[part])} == {"attention"}
+    assert after["attention"] - before["attention"] == pytest.approx(0.025)
