@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from surokit.fusion import Fusion, Recompute
 from surokit.recipe import Recipe, find_recipe
-
-if TYPE_CHECKING:
-    from surokit.optim.spec import Spec
 
 What = Literal["train", "tune"]
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "eager", "sdpa"]
@@ -47,7 +44,7 @@ class Setting:
     recompute: Recompute = "none"
     attention: Backend = "auto"
     fusion: Fusion | Literal["none", "fused"] = "none"
-    optimizer: str | Spec = "adamw"
+    optimizer: Any = "adamw"
     offload_weights: bool = False
     offload_activations: bool = False
     gpus: int = 1

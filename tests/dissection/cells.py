@@ -1,5 +1,7 @@
 """Cells made by hand, whose every answer is known."""
 
+from typing import Any
+
 from surokit.dissection.cell import Cell
 from surokit.dissection.settings import Setting
 
@@ -43,7 +45,7 @@ def cell(name, step_ms=(60.0,) * 6, losses=(5.0, 4.0), machine="cpu", peak=2**30
     """A cell of a step with these switches changed."""
     facts = {key: changes.pop(key) for key in ("state", "why", "profile", "origin", "planned") if key in changes}
     setting = Setting(**{"batch": 2, "length": 300, **changes})
-    fields = {
+    fields: dict[str, Any] = {
         "work": {"tokens_per_step": tokens, "batch": 2, "weights": "abc"},
         "step_ms": step_ms,
         "losses": losses,
@@ -53,4 +55,5 @@ def cell(name, step_ms=(60.0,) * 6, losses=(5.0, 4.0), machine="cpu", peak=2**30
     }
     if facts.get("state", "measured") != "measured":
         fields = {}
-    return Cell(name, **{"state": "measured", "setting": setting.labels(), "machine": machine, **fields, **facts})
+    given: dict[str, Any] = {"state": "measured", "setting": setting.labels(), "machine": machine, **fields, **facts}
+    return Cell(name, **given)

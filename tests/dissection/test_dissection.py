@@ -236,7 +236,7 @@ def test_the_picture_has_a_bar_a_cell_and_a_frontier(found):
     labels = [text.get_text() for text in bars.get_yticklabels()]
     assert len(labels) == 4
     assert labels[1].endswith("attention=flash")
-    ends = {}
+    ends: dict[int, float] = {}
     for patch in bars.patches:
         at = round(patch.get_y() + patch.get_height() / 2)
         ends[at] = max(ends.get(at, 0), patch.get_x() + patch.get_width())

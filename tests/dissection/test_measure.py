@@ -23,8 +23,14 @@ def job(source=CONFIG, gib=None, **changes):
     return Job(replace(BASE, **changes), source, Tokens(seed=3), STEPS, 0, 1e-3, gib, "cpu")
 
 
+def values(asked):
+    found = measure(asked)
+    assert found is not None
+    return found
+
+
 def measured(**changes):
-    found = measure(job(**changes))
+    found = values(job(**changes))
     assert found["state"] == "measured", found.get("why")
     return Cell.of({"name": "a cell", **found})
 
@@ -169,7 +175,7 @@ def test_models_of_transformers():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 9, 64, 100])
-@pytest.mark.parametrize("planned_batch", [1, 7, 500])
+@pytest.mark.parametrize("guess", [1, 7, 500])
 def test_the_search_finds_the_largest_batch_within_an_eighth(most, guess):
     tried = []
 
@@ -192,7 +198,7 @@ def test_a_step_that_runs_out_of_memory_is_a_cell(monkeypatch):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(measuring, "run_steps", run)
-    found = measure(job(gib=1))
+    found = values(job(gib=1))
     assert found["state"] == "does not fit"
     assert found["why"].startswith("Memory ran out in a step, with 1 GiB, although")
     assert found["planned"]["peak"] > 0
@@ -202,7 +208,7 @@ def test_a_model_that_is_too_large_is_a_cell():
     def make():
         raise MemoryError
 
-    found = measure(job(source=make, gib=1))
+    found = values(job(source=make, gib=1))
     assert found["state"] == "does not fit"
     assert found["why"] == "Memory ran out while the model was made, with 1 GiB."
 

@@ -3,6 +3,7 @@
 import errno
 import json
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from tests.dissection.sources import fails, hangs
 from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=64, max_length=64)
-OVER = {"recompute": ("none", "full")}
-OPTIONS = {"over": OVER, "steps": 5, "device": "cpu"}
+OVER: dict[str, Any] = {"recompute": ("none", "full")}
+OPTIONS: dict[str, Any] = {"over": OVER, "steps": 5, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -253,13 +254,15 @@ def test_batches_are_one_stream_of_tokens():
     batches = [{"input_ids": torch.arange(6).view(2, 3) + 6 * i, "labels": torch.full((2, 3), -100)} for i in range(2)]
     tokens, rows, length = run.read_batch(iter(batches), 0)
     assert (rows, length) == (2, 3)
+    assert tokens.ids is not None
+    assert tokens.labels is not None
     assert tokens.ids.tolist() == list(range(12))
     assert set(tokens.labels.tolist()) == {-100}
 
 
 def test_what_is_no_model():
     with refused(TypeError):
-        sk.dissect(12, (2, 32), **OPTIONS)
+        sk.dissect(cast("Any", 12), (2, 32), **OPTIONS)
 
 
 def test_models_are_described_alike_and_told_apart():

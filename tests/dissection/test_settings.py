@@ -1,6 +1,7 @@
 """Which cells a grid has, and which settings contradict each other."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,11 @@ from surokit.dissection.settings import AGAIN, BASELINE, TOGETHER, Setting, grid
 from tests.refusals import refused
 
 BASE = Setting(batch=2, length=32)
-OVER = {"attention": ("math", "flash"), "recompute": ("none", "full"), "recipe": ("bf16", "fp8", sk.FP4)}
+OVER: dict[str, Any] = {
+    "attention": ("math", "flash"),
+    "recompute": ("none", "full"),
+    "recipe": ("bf16", "fp8", sk.FP4),
+}
 
 
 def names(over, **options):
