@@ -70,6 +70,17 @@ class Cell:
         return Interval(low, tokens / float(steps.mean()), high)
 
     @property
+    def prefill_ms(self) -> float | None:
+        """Return the mean time of the forward over the prompts, where tokens were generated."""
+        found = self.work.get("prefill_ms")
+        return float(np.mean(found)) if found else None
+
+    @property
+    def output(self) -> str | None:
+        """Return a digest of the tokens that were generated."""
+        return self.work.get("output")
+
+    @property
     def peak_gib(self) -> float | None:
         peak = self.memory.get("peak")
         return None if peak is None else peak / 2**30

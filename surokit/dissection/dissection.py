@@ -144,6 +144,11 @@ class Dissection:
         return frame.reindex([name for name in order if name in frame.index]).fillna(0.0).rename_axis(key)
 
     @property
+    def generates(self) -> bool:
+        """Return whether tokens were generated: a step makes one of each row then, and there is no loss."""
+        return any(cell.prefill_ms is not None for cell in self.cells)
+
+    @property
     def _has_machines(self) -> bool:
         return len({cell.machine for cell in self.cells}) > 1
 
@@ -162,9 +167,12 @@ class Dissection:
     def _step_row(self, cell: Cell) -> dict[str, Any]:
         base, rate = self._same_work(cell), cell.tokens_per_s
         change = None if cell.loss is None or base is None or base.loss is None else cell.loss - base.loss
-        row = {"cell": cell.name}
+        row: dict[str, Any] = {"cell": cell.name}
         if self._has_machines:
             row["machine"] = cell.machine
+        if self.generates:
+            row["prefill_ms"] = cell.prefill_ms
+            row["same_output"] = None if base is None or not cell.is_measured else cell.output == base.output
         return row | {
             "tokens_per_s": None if rate is None else rate.mid,
             "low": rate.low if rate is not None and rate.known else None,
@@ -209,15 +217,29 @@ class Dissection:
                     "" if rate is None else f"{rate.mid:,.0f}",
                     interval,
                     gain,
+                    *([_digits(row["prefill_ms"])] if self.generates else []),
                     *_beside(row["step_ms"], row["planned_ms"]),
                     *_beside(row["peak_gib"], row["planned_gib"]),
                     "" if cell.idle is None else f"{cell.idle:.0%}",
-                    "" if cell.loss is None else f"{cell.loss:.4f}",
-                    _change(row["loss_change"]) if base is not cell else "",
+                    *self._outcome(row, cell is base),
                     "" if cell.is_measured and not cell.origin else row["state"],
                 ]
             )
         return rows
+
+    def _outcome(self, row: Mapping[str, Any], is_base: bool) -> list[str]:
+        """Return the cells on what came out: the loss and its change, or whether the text is that of the baseline."""
+        if self.generates:
+            return ["" if is_base or row["same_output"] is None else "same" if row["same_output"] else "other"]
+        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+        return [loss, "" if is_base else _change(row["loss_change"])]
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Return the heads of the columns that are shown by step."""
+        before = ("prefill ms", "a token, ms") if self.generates else ("step ms",)
+        after = ("text",) if self.generates else ("loss", "change")
+        return ("cell", "tokens/s", "95 %", "", *before, "planned", "peak GiB", "planned", "idle", *after, "")
 
     @property
     def title(self) -> str:
@@ -256,13 +278,13 @@ class Dissection:
         )
 
     def __repr__(self) -> str:
-        table = text_table(self.text_rows(), header=_HEADER, right=range(1, len(_HEADER) - 1))
+        table = text_table(self.text_rows(), header=self.header, right=range(1, len(self.header) - 1))
         return "\n".join([self.title, table, *(f"  {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         import html
 
-        table = html_table(self.text_rows(), header=_HEADER, right=range(1, len(_HEADER) - 1), title=self.title)
+        table = html_table(self.text_rows(), header=self.header, right=range(1, len(self.header) - 1), title=self.title)
         return table + "".join(f"<div><small>{html.escape(note)}</small></div>" for note in self.notes)
 
     def plot(self) -> Figure:
@@ -278,12 +300,11 @@ class Dissection:
         return write(self, Path(folder))
 
 
-_HEADER = ("cell", "tokens/s", "95 %", "", "step ms", "planned", "peak GiB", "planned", "idle", "loss", "change", "")
 _IDLE = "idle"
 
 
 def _what(what: str | None) -> str:
-    return "fine-tuning" if what == "tune" else "a training step" if what == "train" else "steps"
+    return {"tune": "fine-tuning", "train": "a training step", "infer": "generation"}.get(what or "", "steps")
 
 
 def _label(cell: Cell, several: bool) -> str:
@@ -291,7 +312,11 @@ def _label(cell: Cell, several: bool) -> str:
 
 
 def _beside(measured: float | None, planned: float | None) -> tuple[str, str]:
-    return ("" if measured is None else three_digits(measured), "" if planned is None else three_digits(planned))
+    return (_digits(measured), _digits(planned))
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else three_digits(value)
 
 
 def _change(change: float | None) -> str:
@@ -299,7 +324,10 @@ def _change(change: float | None) -> str:
 
 
 def _phases(cell: Cell) -> dict[str, float]:
-    """Return the phases of a step, which sum to it, and the idle share of each."""
+    """Return the phases of a step, which sum to it, and the idle share of each; of generation the prefill and a token's step."""
+    if (prefill := cell.profile.get("prefill")) is not None:
+        idle = {"prefill_idle": prefill["idle_ms"] / prefill["wall_ms"], "decode_idle": cell.idle or 0.0}
+        return {"prefill": cell.prefill_ms or 0.0, "decode": cell.ms or 0.0, **idle}
     wall = {name: cell.profile["phases_ms"][name] for name in _PHASES}
     busy = {
         "forward": sum(part["forward_ms"] for part in cell.profile["parts"] if part["part"] in _MODEL),
@@ -324,6 +352,8 @@ _MODEL = frozenset(ORDER[: ORDER.index("loss") + 1]) | {"other"}
 
 def _module_rows(cell: Cell) -> list[dict[str, Any]]:
     whole = cell.profile["wall_ms"]
+    if (prefill := cell.profile.get("prefill")) is not None:
+        return _generated_rows(cell, prefill)
     return [
         {
             "part": part["part"],
@@ -332,6 +362,25 @@ def _module_rows(cell: Cell) -> list[dict[str, Any]]:
             "share": part["ms"] / whole,
         }
         for part in cell.profile["parts"]
+    ]
+
+
+def _generated_rows(cell: Cell, prefill: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of the prefill and of a token's step, `ms`."""
+    factor = (cell.prefill_ms or 0.0) / prefill["wall_ms"]
+    first = {part["part"]: part["ms"] * factor for part in prefill["parts"]}
+    each = {part["part"]: part["ms"] * cell.scale for part in cell.profile["parts"]}
+    whole = sum(each.values())
+    return [
+        {
+            "part": name,
+            "in": "DecoderLayer" if name in IN_LAYERS else "",
+            "prefill_ms": first.get(name, 0.0),
+            "ms": each.get(name, 0.0),
+            "share": each.get(name, 0.0) / whole,
+        }
+        for name in ORDER
+        if name in first or name in each
     ]
 
 

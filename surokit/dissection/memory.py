@@ -9,15 +9,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from surokit.hardware.machine import machine_gib
+from surokit.profiler.record.allocations import Meter
 
+REST = "rest"
 _MMAP_THRESHOLD = -3  # of mallopt(3)
 SHARE = 0.9  # of a CPU's memory, without a limit
 _OUT = (  # the last two of oneDNN, which has no other words for it, and of Python for the stack of a thread
@@ -130,6 +133,37 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str,
                     seen.add(storage.data_ptr())
                     sizes[name] += storage.nbytes()
     return sizes
+
+
+def phases_of(
+    work: Callable[[Meter], object],
+    device: torch.device,
+    rest: dict[str, int],
+    watch: Callable[[Meter], list[Any]] = lambda meter: [],
+) -> dict[str, Any]:
+    """Return the bytes that are held at rest and the most in each phase of a piece of work, which the meter's marks begin.
+
+    work: is given the meter, to set marks. watch: sets marks by hooks, and returns their handles. On a CPU what is held at rest
+    is added to what the meter hears.
+    """
+    meter = Meter(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    handles = watch(meter)
+    try:
+        with meter.listening():
+            work(meter)
+            meter.mark(REST)
+            meter.mark(REST)  # a phase is there once the next has begun
+    finally:
+        for handle in handles:
+            handle.remove()
+    base = 0 if device.type == "cuda" else sum(rest.values())
+    phases: dict[str, int] = {}
+    for name, peak in meter.peaks:
+        if name != REST:
+            phases[name] = max(phases.get(name, 0), base + peak)
+    return {"rest": rest, "phases": phases, "peak": max(phases.values())}
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -30,7 +30,7 @@ def sections(found: Dissection) -> list[str]:
     """Return the tables by step, phase and module as lines of Markdown."""
     rows = found.text_rows()
     lines = [
-        markdown_table(rows, header=_STEP, right=range(1, len(_STEP) - 1)),
+        markdown_table(rows, header=found.header, right=range(1, len(found.header) - 1)),
         "",
         *(f"- {note}" for note in found.notes),
     ]
@@ -66,19 +66,3 @@ def _head(found: Dissection) -> list[str]:
         }.items()
         if value is not None
     ]
-
-
-_STEP = (
-    "cell",
-    "tokens/s",
-    "95 %",
-    "against the baseline",
-    "step ms",
-    "planned ms",
-    "peak GiB",
-    "planned GiB",
-    "idle",
-    "loss",
-    "change",
-    "",
-)

@@ -21,7 +21,9 @@ from surokit.calibration import kept
 from surokit.dissection import memory as memories
 from surokit.dissection.cell import Cell, State
 from surokit.dissection.dissection import CELLS, FORMAT, HEAD, PROFILES, Dissection
-from surokit.dissection.measure import Job, Source, Tokens, measure, planned_of, search, why_not
+from surokit.dissection.job import Job, Source, Tokens
+from surokit.dissection.measure import config_of, measure, search
+from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.settings import LARGEST, RANK, Asked, Setting, What, grid
 from surokit.environment import cores_in_use, environment
 from surokit.launching.call import packed
@@ -37,6 +39,7 @@ LIMIT_S = 600.0
 TRIES = 6  # of the largest batch, each three quarters of the one before
 DEFAULT_OVER: Mapping[What, Mapping[str, Any]] = {
     "train": {"fusion": ("none", "fused"), "recompute": ("none", "full"), "optimizer": ("adamw", "adamw8bit")},
+    "infer": {"recipe": ("bf16", "fp8", "qfp8", "qnf4"), "attention": ("math", "flash")},
     "tune": {"recipe": ("bf16", "qfp8", "qnf4"), "fusion": ("none", "fused"), "recompute": ("none", "full")},
 }
 
@@ -107,7 +110,7 @@ def dissect(
             cell: Cell | None = Cell(asked.name, "refused", asked.setting.labels(), asked.refused, head["machine"])
         else:
             source, profile = sizes[asked.setting.model], _profile_file(place, asked.name)
-            job = Job(asked.setting, source, tokens, steps, seed, lr, gib, device, rates, profile)
+            job = Job(asked.setting, source, tokens, steps, seed, lr, gib, device, rates, profile, what)
             cell = _cell(asked.name, job, limit_s, where)
         if cell is None:
             print("surokit: interrupted; cells that were measured are kept", file=sys.stderr)
@@ -123,7 +126,7 @@ def dissect(
 
 def _check(what: Any, steps: Any, limit_s: Any, gib: Any) -> None:
     if what not in DEFAULT_OVER:
-        raise ValueError(f"dissect(what={what!r}): {' or '.join(map(repr, DEFAULT_OVER))}.")
+        raise ValueError(f"dissect(what={what!r}): {', '.join(map(repr, DEFAULT_OVER))} are known.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             f"dissect(steps={steps!r}): a whole number of steps that are timed, at least 1; 5 give an interval."
@@ -280,7 +283,7 @@ def _cell(name: str, job: Job, limit_s: float, device: torch.device) -> Cell | N
         return ended("late", str(error))
     except LaunchError as error:
         if error.kind == "killed":
-            planned = planned_of(job.setting, job.source, device.type, job.gpu)
+            planned = planned_of(job.setting, config_of(job.source), device.type, job.gpu, job.what)
             room = memories.room_gib(device, job.gib)
             why = why_not(planned, room, "and the system ended the process")
             return ended("does not fit", why, planned=planned, memory={"limit_gib": room})

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from surokit.fusion import Fusion, Recompute
 from surokit.recipe import Recipe, find_recipe
 
-What = Literal["train", "tune"]
+What = Literal["train", "tune", "infer"]
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "eager", "sdpa"]
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "offloadadamw", "zenflow")
 STAGES = (0, 2, 3)
@@ -76,9 +76,9 @@ class Setting:
 
     @property
     def full_recipe(self) -> Recipe:
-        """Return the recipe with its adapter."""
+        """Return the recipe with an adapter of this rank, or without one where the rank is 0."""
         recipe = find_recipe(self.recipe)
-        return recipe.lora(rank=self.lora) if self.lora else recipe
+        return recipe.lora(rank=self.lora) if self.lora else replace(recipe, adapter=None)
 
     @property
     def full_fusion(self) -> Fusion:
@@ -118,8 +118,16 @@ def _contradictions(s: Setting, what: What) -> Iterator[tuple[bool, str, str, st
         "what='train'",
         "an adapter is fine-tuning, which is what='tune'",
     )
+    for switch in _OF_TRAINING:
+        value = getattr(s, switch)
+        yield (
+            what == "infer" and value != getattr(_DEFAULT, switch),
+            f"{switch}={label_of(value)}",
+            "what='infer'",
+            "it is a switch of training",
+        )
     yield (
-        bool(recipe.storage) and not s.lora,
+        bool(recipe.storage) and not s.lora and what != "infer",
         f"recipe={name}",
         "lora=0",
         "its stored weights do not train, so give an adapter, as what='tune' does",
@@ -153,6 +161,10 @@ def _contradictions(s: Setting, what: What) -> Iterator[tuple[bool, str, str, st
     )
     yield s.zero > 0 and s.compile, f"zero={s.zero}", "compile=True", "a divided model is not compiled here"
     yield host == "zenflow" and s.compile, "optimizer=zenflow", "compile=True", "it reads gradients while they are made"
+
+
+_DEFAULT = Setting()
+_OF_TRAINING = ("lora", "recompute", "optimizer", "offload_activations", "gpus", "zero", "accumulate", "compile")
 
 
 def label_of(value: Any) -> Any:

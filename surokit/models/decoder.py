@@ -96,6 +96,10 @@ class KeyValueCache:
             self._positions_BL, self._real_B11L = distance_BL.clamp_min(0), (distance_BL >= 0)[:, None, None]
             self._documents_B2 = torch.stack((torch.zeros_like(padding), padding), 1)
 
+    @property
+    def nbytes(self) -> int:
+        return self._tensors.nbytes
+
     def extend(self, layer: int, k_BTGD: Tensor, v_BTGD: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Append this forward's keys and values of one block and return those that any of its queries sees, [B, S, G, D]."""
         first, end = self._first(window), self.seen + k_BTGD.shape[1]

@@ -140,6 +140,36 @@ def test_the_baseline_again_says_what_differences_mean(found):
     assert "did not start from the same weights" in repr(found.with_cell(other))
 
 
+def test_generation_has_its_own_columns():
+    def writes(name, prefill_ms, output, **changes):
+        made = cell(name, **changes, tokens=2, losses=())
+        profiled = {**made.profile, "prefill": profile(attention=80.0, idle=0.0)}
+        return replace(made, profile=profiled, work={**made.work, "prefill_ms": prefill_ms, "output": output})
+
+    found = Dissection(
+        [
+            writes(BASELINE, [120, 120], "a"),
+            writes("recipe=qfp8", [60], "a", recipe="qfp8"),
+            writes("recipe=fp4", [90], "b", recipe="fp4"),
+        ],
+        {"what": "infer"},
+    )
+    table = found.table().set_index("cell")
+    assert table["prefill_ms"].tolist() == [120, 60, 90]
+    assert table["same_output"].tolist() == [True, True, False]
+    text = repr(found)
+    assert "prefill ms" in text
+    assert "Dissection of generation on cpu" in text
+    assert text.splitlines()[4].endswith("other")
+    phase = found.table("phase").set_index("cell").loc[BASELINE]
+    assert (phase["prefill"], phase["decode"], phase["prefill_idle"]) == (120, 60, 0)
+    rows = found.table("module", cell=BASELINE).set_index("part")
+    assert rows["prefill_ms"].sum() == pytest.approx(120)
+    assert rows["ms"].sum() == pytest.approx(60)
+    assert rows.loc["attention", "prefill_ms"] == pytest.approx(80)
+    assert found.table("module").sum().tolist() == pytest.approx([60] * 3)
+
+
 # -- other machines and programs
 
 

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 import surokit as sk
-from surokit.dissection import measure as measuring
 from surokit.dissection import memory
 from surokit.dissection.cell import Cell
-from surokit.dissection.measure import Job, Tokens, largest, measure, planned_of, search, why_not
+from surokit.dissection.job import Job, Tokens
+from surokit.dissection.measure import largest, measure, search
+from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.settings import Setting
+from surokit.dissection.training import WARM_UP, Training
 from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=192, max_length=128)
@@ -68,7 +70,7 @@ def test_a_cell_has_its_work_steps_memory_plan_and_profile(baseline):
     assert (baseline.work["batch"], baseline.work["length"]) == (2, 64)
     assert baseline.work["trained"] == baseline.work["parameters"] == parameters
     assert len(baseline.step_ms) == STEPS
-    assert len(baseline.losses) == STEPS + measuring.WARM_UP
+    assert len(baseline.losses) == STEPS + WARM_UP
     assert held(baseline, "weights") == 2 * parameters
     assert held(baseline, "optimizer") == pytest.approx(4 * parameters, rel=0.01)  # two moments in bfloat16, and steps
     assert held(baseline, "gradients") == held(baseline, "frozen weights") - held(baseline, "frozen weights") == 0
@@ -171,6 +173,60 @@ def test_models_of_transformers():
     }
 
 
+# -- generation
+
+
+def test_generation_has_prefill_and_steps_apart():
+    found = values(replace(job(), what="infer"))
+    made = Cell.of({"name": "a cell", **found})
+    assert len(made.step_ms) == STEPS
+    assert len(made.work["prefill_ms"]) == 3
+    assert made.work["tokens_per_step"] == 2
+    # keys and values of two layers, two rows and one head of 32 numbers in bfloat16, for the prompt and all that is written
+    tokens = 64 + 2 + STEPS + 1 + 2 + 3 + 1
+    assert held(made, "KV cache") == 2 * 2 * 2 * tokens * 32 * 2
+    assert held(made, "optimizer") == 0
+    assert set(made.memory["phases"]) == {"prefill", "decode"}
+    assert made.memory["phases"]["prefill"] > made.memory["phases"]["decode"]
+    for part in (made.profile["parts"], made.profile["prefill"]["parts"]):
+        assert {"attention", "lm_head", "Linear q", "RMSNorm"} <= {row["part"] for row in part}
+        assert all(row["backward_ms"] == 0 for row in part)
+    assert made.planned["terms"]["KV cache"] > 0
+    stored = values(replace(job(recipe=sk.QFP8.decode_once(False)), what="infer"))
+    assert stored["memory"]["rest"]["weights"] + stored["memory"]["rest"]["frozen weights"] < 0.8 * held(
+        made, "weights"
+    )
+    assert stored["work"]["weights"] == made.work["weights"]
+
+
+def test_generation_takes_a_decoder():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with refused(TypeError):
+        measure(
+            replace(
+                job(source=lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16))),
+                what="infer",
+            )
+        )
+
+
+def test_the_largest_batch_of_generation(monkeypatch):
+    from surokit.dissection.generating import Generating
+    from surokit.models.generation import Generation
+
+    monkeypatch.setattr(Generating, "planned_batch", lambda *given: 4)
+    real = Generation.prefill
+
+    def prefill(self):
+        if len(self.ids) > 6:
+            raise MemoryError
+        return real(self)
+
+    monkeypatch.setattr(Generation, "prefill", prefill)
+    assert search(replace(job(batch="largest"), what="infer")) == 6
+
+
 # -- memory
 
 
@@ -194,10 +250,10 @@ def test_not_one_sequence_may_fit():
 
 
 def test_a_step_that_runs_out_of_memory_is_a_cell(monkeypatch):
-    def run(session, steps):
+    def run(training):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(measuring, "run_steps", run)
+    monkeypatch.setattr(Training, "steps", run)
     found = values(job(gib=1))
     assert found["state"] == "does not fit"
     assert found["why"].startswith("Memory ran out in a step, with 1 GiB, although")
@@ -214,7 +270,7 @@ def test_a_model_that_is_too_large_is_a_cell():
 
 
 def test_the_largest_batch_is_searched_with_steps(monkeypatch):
-    monkeypatch.setattr(measuring, "planned_batch", lambda *given: 3)
+    monkeypatch.setattr(Training, "planned_batch", lambda *given: 3)
     steps = []
     real = sk.Session.step
 

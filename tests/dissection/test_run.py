@@ -12,7 +12,7 @@ from torch import nn
 import surokit as sk
 from surokit.dissection import run
 from surokit.dissection.cell import Cell
-from surokit.dissection.measure import Job, Tokens
+from surokit.dissection.job import Job, Tokens
 from surokit.dissection.settings import AGAIN, BASELINE, Setting
 from surokit.launching.outcome import LaunchError
 from tests.dissection.cells import cell

@@ -76,6 +76,8 @@ def test_amounts_of_work_cross_with_every_switch():
         ("train", {"recompute": "selective"}),
         ("train", {"zero": 2, "gpus": 2, "compile": True}),
         ("train", {"optimizer": "zenflow", "compile": True}),
+        ("infer", {"optimizer": "sgd"}),
+        ("infer", {"lora": 4, "recipe": "qfp8"}),
     ],
     ids=str,
 )
@@ -91,6 +93,7 @@ def test_contradictions_name_both_settings(what, changes):
         ("train", {"zero": 3, "gpus": 2}),
         ("train", {"recompute": "selective", "fusion": "fused"}),
         ("train", {"offload_weights": True, "offload_activations": True}),
+        ("infer", {"recipe": "qnf4", "attention": "math", "offload_weights": True}),
     ],
     ids=str,
 )

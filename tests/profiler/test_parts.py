@@ -36,6 +36,7 @@ CASES = [
     (f"{LAYER}.mlp", "LlamaMLP", "aten::mul", "aten::mul", "SiLU and gate"),
     (LAYER, "LlamaDecoderLayer", "aten::add", "aten::add", "residual sum"),
     ("lm_head", "Linear", "aten::mm", "aten::linear", "lm_head"),
+    ("Linear", "Linear", "aten::mm", "aten::linear", "lm_head"),
     ("Decoder", "Decoder", "aten::mm", "_LinearCrossEntropy", "lm_head"),
     ("Decoder", "Decoder", "aten::exp_", "_LinearCrossEntropy", "loss"),
     (f"{LAYER}.mlp.gate", "TopKRouter", "aten::mm", "aten::linear", "router"),

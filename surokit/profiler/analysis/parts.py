@@ -131,7 +131,7 @@ def part_of(path: str, kind: str, operator: str, outermost: str) -> str:
         return EMBEDDING
     if "rotary" in lower:
         return ROTATION
-    if leaf == "lm_head" or "lm_head" in names:
+    if "lm_head" in names or (path == kind and "linear" in lower):  # a layer that is called by itself, as in generation
         return HEAD
     if _SINGLE.search(kind):
         return NORM

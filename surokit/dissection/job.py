@@ -1,0 +1,133 @@
+"""Say what one process needs to measure a cell, and build the model of it as its setting says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from surokit import convert
+from surokit.dissection.settings import Setting, What
+from surokit.hardware.gpus import Gpu
+from surokit.models import load
+from surokit.models.config import DecoderConfig
+from surokit.models.decoder import Decoder
+from surokit.models.fuse import fuse
+from surokit.offload import offload_weights
+from surokit.racing.comparability import digest_of
+
+Source = nn.Module | DecoderConfig | str | Path | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A Tokens holds what all cells read, one after the other: token ids and labels as int64 [n], on the CPU.
+
+    ids: None draws random ones of the model's vocabulary, by `seed`.
+    """
+
+    ids: Tensor | None = None
+    labels: Tensor | None = None
+    seed: int = 0
+
+    def batches(self, count: int, batch: int, length: int, vocabulary: int) -> list[dict[str, Tensor]]:
+        """Return so many batches {"input_ids", "labels"} of int64 [batch, length], from the beginning again where they end."""
+        if self.ids is None:
+            drawn = torch.Generator().manual_seed(self.seed)
+            ids = torch.randint(0, vocabulary, (count * batch * length,), generator=drawn)
+            labels = ids
+        else:
+            places = torch.arange(count * batch * length) % len(self.ids)
+            ids = self.ids[places]
+            labels = ids if self.labels is None else self.labels[places]
+        shape = (count, batch, length)
+        return [{"input_ids": i, "labels": t} for i, t in zip(ids.view(shape), labels.view(shape))]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A Job is all that a process needs to measure a cell.
+
+    steps: that are timed. gib: the limit that the cell shall fit into. gpu: the rates of this machine, for the planned time.
+    """
+
+    setting: Setting
+    source: Source
+    tokens: Tokens
+    steps: int
+    seed: int
+    lr: float
+    gib: float | None
+    device: str | None
+    gpu: Gpu | None = None
+    keep: str | None = None  # a file for the profile
+    what: What = "train"
+
+
+def started(job: Job, device: torch.device) -> tuple[nn.Module, str]:
+    """Build the model of a job and change it as the setting says; return it with a digest of the weights before that.
+
+    All cells of a seed start from the same weights. TypeError for what is no decoder.
+    """
+    set_attention(job.setting)
+    torch.manual_seed(job.seed)
+    model = build(job.source).to(device)
+    weights = digest_of(model.parameters())
+    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise TypeError(
+            f"dissect(model): a {type(model).__name__} has no embedding of tokens, so it is no decoder: give a surokit.Decoder, or "
+            "a causal language model of transformers."
+        )
+    change(model, job.setting)
+    return model, weights
+
+
+def change(model: nn.Module, setting: Setting) -> None:
+    """Change a model as the setting says, where the session does not."""
+    if setting.attention in ("eager", "sdpa"):
+        chosen = getattr(model, "set_attn_implementation", None)
+        if chosen is None:
+            raise ValueError(
+                f"attention={setting.attention} chooses an implementation of transformers' models, and this is a "
+                f"{type(model).__name__}: use 'math', 'flash', 'efficient' or 'cudnn'."
+            )
+        chosen(setting.attention)
+    fused = setting.full_fusion
+    if fused != fused.OFF or next(model.parameters()).is_cuda:  # where a Decoder fuses by itself
+        fuse(model, fused)
+    if setting.offload_weights:
+        convert.apply(model, setting.full_recipe)
+        offload_weights(model)
+
+
+def build(source: Source) -> nn.Module:
+    """Return the model of a configuration (bfloat16), a folder, or a function, or the module itself. TypeError for others."""
+    if isinstance(source, DecoderConfig):
+        return Decoder(source, dtype=torch.bfloat16)
+    if isinstance(source, str | Path):
+        return load(source, dtype=torch.bfloat16)
+    made = source if isinstance(source, nn.Module) else source() if callable(source) else None
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"dissect(model): {source!r} makes a {type(made).__name__}, and not a torch.nn.Module: give a function that makes "
+            "a model."
+        )
+    return made
+
+
+def set_attention(setting: Setting) -> None:
+    """Switch torch's attention kernels in this process."""
+    named = setting.attention
+    if named in ("auto", "eager", "sdpa"):
+        return
+    cuda = torch.backends.cuda
+    for name, enable in (
+        ("flash", cuda.enable_flash_sdp),
+        ("efficient", cuda.enable_mem_efficient_sdp),
+        ("cudnn", cuda.enable_cudnn_sdp),
+    ):
+        enable(name == named)
+    cuda.enable_math_sdp(named == "math")
