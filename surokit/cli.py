@@ -1,4 +1,5 @@
-"""Run the command line, `surokit doctor | plan | race | watch | launch | export | quickstart`: each is the function of that name.
+"""Run the command line, `surokit doctor | plan | race | dissect | watch | launch | export | quickstart`: each is the function of
+that name.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """
@@ -71,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"surokit {surokit.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="doctor | plan | race | watch | launch | export | quickstart"
+        dest="command", required=True, metavar="doctor | plan | race | dissect | watch | launch | export | quickstart"
     )
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
@@ -89,6 +90,16 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(plan)
 
     _add_race(commands.add_parser("race", help="race recipes on this machine, in turns", allow_abbrev=False))
+
+    _add_dissect(
+        commands.add_parser(
+            "dissect",
+            help="what each optimization of a step brings, alone and together",
+            epilog=_DISSECT_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
 
     watch = commands.add_parser(
         "watch",
@@ -230,6 +241,80 @@ def _add_race(race: argparse.ArgumentParser) -> None:
     race.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep everything there, to be run again")
     race.add_argument("--plot", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
     race.set_defaults(run=_race)
+
+
+_DISSECT_EXAMPLES = """\
+examples:
+  surokit dissect config.json --batch 2 --length 350 --what tune
+  surokit dissect my/model --over attention=math,flash recompute=none,full batch=1,2,largest --folder runs/server-a
+  surokit dissect config.json --what infer --over recipe=bf16,qfp8,qnf4 --report report"""
+
+
+def _add_dissect(dissect: argparse.ArgumentParser) -> None:
+    """Arguments of `sk.dissect` under their own names."""
+    dissect.add_argument(
+        "model", metavar="CONFIG", help="a config.json (random weights), a folder or a model of the Hub"
+    )
+    dissect.add_argument("--what", choices=("train", "tune", "infer"), default="train", help="(train)")
+    for name, (value, what) in {
+        "--batch": (2, "sequences of a batch (2)"),
+        "--length": (350, "tokens of a sequence (350)"),
+        "--steps": (10, "that are timed in each cell (10)"),
+        "--seed": (0, "of everything that is drawn (0)"),
+        "--limit-s": (600, "seconds that a cell may take (600)"),
+        "--gib": (None, "memory that a cell may take (the device's)"),
+        "--lr": (3e-4, "learning rate (3e-4)"),
+    }.items():
+        dissect.add_argument(name, type=_number, default=value, help=what, metavar="N")
+    dissect.add_argument(
+        "--over",
+        nargs="+",
+        default=None,
+        metavar="SWITCH=VALUES",
+        help="separated by commas, the first is the baseline's",
+    )
+    dissect.add_argument(
+        "--together",
+        choices=("no", "last", "all"),
+        default="last",
+        help="cells of several switches (one, the last values)",
+    )
+    dissect.add_argument("--device", metavar="NAME", help="cuda or cpu; a GPU where there is one")
+    dissect.add_argument("--folder", type=Path, help="keep the cells there; a second call goes on")
+    dissect.add_argument("--plot", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    dissect.add_argument("--report", type=Path, metavar="FOLDER", help="write a report in Markdown")
+    dissect.set_defaults(run=_dissect)
+
+
+def _dissect(arguments: argparse.Namespace) -> int:
+    import surokit as sk
+
+    _check_picture(arguments.plot)
+    over = None if arguments.over is None else dict(map(_switch, arguments.over))
+    named = ("what", "steps", "seed", "limit_s", "gib", "lr", "device", "folder")
+    given = {name: getattr(arguments, name) for name in named}
+    together: Any = {"no": False, "last": True, "all": "all"}[arguments.together]
+    found = sk.dissect(arguments.model, (arguments.batch, arguments.length), over=over, together=together, **given)
+    print(found)
+    if arguments.plot is not None:
+        found.plot().savefig(arguments.plot, dpi=150)
+    if arguments.report is not None:
+        print(f"report: {found.report(arguments.report)}")
+    return 0
+
+
+def _switch(text: str) -> tuple[str, tuple[Any, ...]]:
+    """Read a switch and its values, as in recompute=none,full."""
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise ValueError(f"--over {text!r}: write a switch and its values, as in recompute=none,full.")
+    return name, tuple(map(_value, values.split(",")))
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isdigit() else text
 
 
 def _race(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +105,12 @@ def change(model: nn.Module, setting: Setting) -> None:
 
 
 def build(source: Source) -> nn.Module:
-    """Return the model of a configuration (bfloat16), a folder, or a function, or the module itself. TypeError for others."""
+    """Return the model of a configuration (bfloat16, random weights), a folder, or a function, or the module itself."""
     if isinstance(source, DecoderConfig):
         return Decoder(source, dtype=torch.bfloat16)
     if isinstance(source, str | Path):
+        if Path(source).is_file():
+            return Decoder(DecoderConfig.from_hf(json.loads(Path(source).read_text())), dtype=torch.bfloat16)
         return load(source, dtype=torch.bfloat16)
     made = source if isinstance(source, nn.Module) else source() if callable(source) else None
     if not isinstance(made, nn.Module):

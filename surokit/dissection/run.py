@@ -61,9 +61,9 @@ def dissect(
 ) -> Dissection:
     """Measure a training step with each optimization switched on alone, and with all together.
 
-    model: a DecoderConfig (random weights in bfloat16), a folder that `surokit.load` reads, a module on the CPU, or a function
-        that makes one. Every cell builds it anew in a process of its own, with the same seed. Several sizes are a dict of names
-        and models, which is the switch "model".
+    model: a DecoderConfig or a config.json (random weights in bfloat16), a folder that `surokit.load` reads, a module on the CPU,
+        or a function that makes one. Every cell builds it anew in a process of its own, with the same seed. Several sizes are a
+        dict of names and models, which is the switch "model".
     batch: (sequences, tokens) draws random token ids; or batches {"input_ids": int64 [B, T], "labels": int64 [B, T]}, one or
         several, whose tokens all cells read in the same order, whatever their own batch and length.
     what: "train" trains all weights, "tune" an adapter of rank 16 (over={"lora": ...} says otherwise).
