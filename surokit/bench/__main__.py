@@ -159,6 +159,12 @@ def make_parser() -> argparse.ArgumentParser:
         "scaling", help="planned efficiency on many GPUs beside what others published: predictions"
     )
 
+    dissection = commands.add_parser(
+        "dissection", help="each optimization of a 135M shape alone: training, fine-tuning or generation"
+    )
+    dissection.add_argument("--what", choices=("train", "tune", "infer"), default="train", help="(default train)")
+    dissection.add_argument("--folder", type=Path, help="keeps the cells; the same command goes on")
+
     compiled = commands.add_parser(
         "compiled", help="what the Triton kernels compile to without a GPU: registers, spills"
     )
@@ -225,6 +231,7 @@ def make_parser() -> argparse.ArgumentParser:
         peers,
         predicted,
         scaling,
+        dissection,
         compiled,
         watching,
         overhead,

@@ -93,6 +93,11 @@ def table(data: Mapping[str, Any]) -> str:
 
 def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Make a Markdown table with the line under it: what was measured, how, where and when."""
+    return f"{markdown_table(rows, header=head)}\n\n{footer(data)}"
+
+
+def footer(data: Mapping[str, Any]) -> str:
+    """Say what was measured, how, where and when."""
     environment = data["environment"]
     settings = ", ".join(f"{key} {value}" for key, value in data["settings"].items())
     device = environment["device"]
@@ -101,8 +106,7 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
         if "cpu_bf16" in environment:
             parts.append(environment["cpu_bf16"] or "no bf16 instructions")
         device = ", ".join(filter(None, parts))
-    foot = f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
-    return f"{markdown_table(rows, header=head)}\n\n{foot}"
+    return f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
@@ -171,6 +175,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "offload",
         "deferral",
         "spans",
+        "dissection",
     ):
         if part in data:
             return cast("Callable[[Mapping[str, Any]], str]", _module(part).table)
@@ -193,7 +198,9 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
-    return _module(next((part for part in ("peers", "deferral", "spans", "predicted") if part in data), "study"))
+    return _module(
+        next((part for part in ("peers", "deferral", "spans", "predicted", "dissection") if part in data), "study")
+    )
 
 
 def fingerprint(shown: Any) -> str:

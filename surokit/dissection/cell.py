@@ -100,6 +100,12 @@ class Cell:
         """Return the loss of the last timed step."""
         return self.losses[-1] if self.losses else None
 
+    def compares_with(self, other: Cell) -> bool:
+        """Return whether the losses of both are of as many tokens a step."""
+        if self.loss is None or other.loss is None:
+            return False
+        return self.work.get("tokens_per_step") == other.work.get("tokens_per_step")
+
     @property
     def scale(self) -> float:
         """Return the factor from a profiled step to one without the profiler, which is faster."""

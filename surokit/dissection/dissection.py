@@ -166,7 +166,7 @@ class Dissection:
 
     def _step_row(self, cell: Cell) -> dict[str, Any]:
         base, rate = self._same_work(cell), cell.tokens_per_s
-        change = None if cell.loss is None or base is None or base.loss is None else cell.loss - base.loss
+        change = None if base is None or not cell.compares_with(base) else (cell.loss or 0.0) - (base.loss or 0.0)
         row: dict[str, Any] = {"cell": cell.name}
         if self._has_machines:
             row["machine"] = cell.machine

@@ -47,8 +47,8 @@ class Pair:
     @property
     def loss(self) -> float | None:
         """Return how much larger the loss of the last step is."""
-        a, b = self.without.loss, self.with_it.loss
-        return None if a is None or b is None else b - a
+        a, b = self.without, self.with_it
+        return (b.loss or 0.0) - (a.loss or 0.0) if b.compares_with(a) else None
 
     def parts(self) -> list[dict[str, Any]]:
         """Return how the time of each part changes, the largest change first; the changes sum to that of the step."""

@@ -27,7 +27,7 @@ def planned_of(setting: Setting, config: Any, device: str, gpu: Gpu | None, what
         given["training"] = False
     else:
         given |= {
-            "gpus": setting.gpus,
+            "gpus": setting.processes,
             "zero": setting.zero,
             "accumulate": setting.accumulate,
             "recompute": setting.recompute,

@@ -307,7 +307,7 @@ def _with_largest(job: Job, limit_s: float) -> dict[str, Any] | None:
 
 def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
     """Call a function of the job in its processes; None where somebody stopped it, TimeoutError beyond the limit."""
-    n = job.setting.gpus
+    n = job.setting.processes
     running = Launch(n, 0, limit_s, "none", show=False)
     late = threading.Event()
 

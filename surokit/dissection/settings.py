@@ -28,7 +28,8 @@ class Setting:
         torch's; "eager" and "sdpa" choose an implementation of transformers' models.
     fusion: "none", "fused", or a Fusion. optimizer: one of OPTIMIZERS, or a specification such as surokit.AdamW(lr=1e-3).
     offload_weights, offload_activations: kept on the host (surokit.offload_weights, surokit.offload_activations).
-    gpus: processes that train together, each on a GPU or a share of the CPU. zero: ZeRO's stage, 0 (copies), 2 or 3.
+    gpus: processes that train together, each on a GPU or a share of the CPU, on a batch of its own. zero: ZeRO's stage, 0 (copies),
+        2 or 3; with gpus=1 it divides over all GPUs of this machine, and over two processes where there is one or none.
     compile: torch.compile.
 
     The amount of work: model (its name, where there are several sizes), batch (sequences of each process, or "largest"), length
@@ -75,6 +76,15 @@ class Setting:
         find_recipe(self.recipe)
 
     @property
+    def processes(self) -> int:
+        """Return how many processes train together."""
+        if self.gpus > 1 or not self.zero:
+            return self.gpus
+        import torch
+
+        return max(2, torch.cuda.device_count())
+
+    @property
     def full_recipe(self) -> Recipe:
         """Return the recipe with an adapter of this rank, or without one where the rank is 0."""
         recipe = find_recipe(self.recipe)
@@ -93,9 +103,8 @@ class Setting:
 
     def check(self, what: What) -> None:
         """Raise ValueError where two settings contradict each other, and name both."""
-        for wrong, first, second, why in _contradictions(self, what):
-            if wrong:
-                raise ValueError(f"{first} and {second} contradict each other: {why}.")
+        for first, second, why in _contradictions(self, what):
+            raise ValueError(f"{first} and {second} contradict each other: {why}.")
 
 
 #: Switches that change how much is computed, and so cross with all others.
@@ -108,59 +117,40 @@ _CHOICES: dict[str, Sequence[str]] = {
 }
 
 
-def _contradictions(s: Setting, what: What) -> Iterator[tuple[bool, str, str, str]]:
-    recipe = find_recipe(s.recipe)
-    name = getattr(s.recipe, "name", s.recipe)
-    host = s.optimizer if isinstance(s.optimizer, str) else s.optimizer.optimizer.__name__.lower()
-    yield (
-        what == "train" and s.lora > 0,
-        f"lora={s.lora}",
-        "what='train'",
-        "an adapter is fine-tuning, which is what='tune'",
-    )
-    for switch in _OF_TRAINING:
-        value = getattr(s, switch)
-        yield (
-            what == "infer" and value != getattr(_DEFAULT, switch),
-            f"{switch}={label_of(value)}",
-            "what='infer'",
-            "it is a switch of training",
-        )
-    yield (
-        bool(recipe.storage) and not s.lora and what != "infer",
-        f"recipe={name}",
-        "lora=0",
-        "its stored weights do not train, so give an adapter, as what='tune' does",
-    )
-    yield (
-        s.zero > 0 and s.gpus == 1,
-        f"zero={s.zero}",
-        "gpus=1",
-        "there is nobody to divide with, so give gpus=2 or more",
-    )
-    yield (
-        s.offload_weights and s.recompute == "full",
-        "offload_weights=True",
-        "recompute=full",
-        "a block whose weights are fetched is computed again in any case, so leave recompute out",
-    )
-    yield (
-        s.offload_activations and s.recompute == "full",
-        "offload_activations=True",
-        "recompute=full",
-        "what is computed again is not kept, so there is nothing to move",
-    )
+def _contradictions(s: Setting, what: What) -> Iterator[tuple[str, str, str]]:
+    """Yield two settings that contradict each other, and why."""
+
+    def named(switch: str) -> str:
+        return f"{switch}={label_of(getattr(s, switch))}"
+
+    if what == "train" and s.lora:
+        yield named("lora"), "what='train'", "an adapter is fine-tuning, which is what='tune'"
+    if what == "infer":
+        for switch in _OF_TRAINING:
+            if getattr(s, switch) != getattr(_DEFAULT, switch):
+                yield named(switch), "what='infer'", "it is a switch of training"
+    elif find_recipe(s.recipe).storage and not s.lora:
+        why = "its stored weights do not train, so give an adapter, as what='tune' does"
+        yield named("recipe"), named("lora"), why
+    if s.recompute == "selective" and s.fusion == "none":
+        why = "outputs of norm and gate are computed again where they are fused with what reads them"
+        yield named("recompute"), named("fusion"), why
+    if s.offload_weights and s.recompute == "full":
+        why = "a block whose weights are fetched is computed again in any case, so leave recompute out"
+        yield named("offload_weights"), named("recompute"), why
+    if s.offload_activations and s.recompute == "full":
+        why = "what is computed again is not kept, so there is nothing to move"
+        yield named("offload_activations"), named("recompute"), why
     for moved in ("offload_weights", "offload_activations"):
-        yield getattr(s, moved) and s.gpus > 1, f"{moved}=True", f"gpus={s.gpus}", "it works in one process"
-        yield getattr(s, moved) and s.compile, f"{moved}=True", "compile=True", "hooks that copy are not compiled"
-    yield (
-        s.recompute == "selective" and s.fusion == "none",
-        "recompute=selective",
-        "fusion=none",
-        "outputs of norm and gate are computed again where they are fused with what reads them",
-    )
-    yield s.zero > 0 and s.compile, f"zero={s.zero}", "compile=True", "a divided model is not compiled here"
-    yield host == "zenflow" and s.compile, "optimizer=zenflow", "compile=True", "it reads gradients while they are made"
+        if getattr(s, moved) and s.processes > 1:
+            yield named(moved), named("gpus" if s.gpus > 1 else "zero"), "it works in one process"
+        if getattr(s, moved) and s.compile:
+            yield named(moved), named("compile"), "hooks that copy are not compiled"
+    if s.zero and s.compile:
+        yield named("zero"), named("compile"), "a divided model is not compiled here"
+    optimizer = s.optimizer if isinstance(s.optimizer, str) else s.optimizer.optimizer.__name__.lower()
+    if optimizer == "zenflow" and s.compile:
+        yield named("optimizer"), named("compile"), "it reads gradients while they are made"
 
 
 _DEFAULT = Setting()

@@ -34,10 +34,10 @@ class Training:
         assert isinstance(setting.batch, int)
         self.job = job
         self.model, self.weights = started(job, device)
-        batches = (WARM_UP + job.steps + 1 + BEFORE + PROFILED) * setting.accumulate * setting.gpus
+        batches = (WARM_UP + job.steps + 1 + BEFORE + PROFILED) * setting.accumulate * setting.processes
         parallel = None
-        if setting.gpus > 1:
-            parallel = Parallel(shard=setting.gpus if setting.zero else 1, reshard=setting.zero != 2)
+        if setting.processes > 1:
+            parallel = Parallel(shard=setting.processes if setting.zero else 1, reshard=setting.zero != 2)
         recipe = setting.full_recipe
         self.session = Session(
             self.model,
@@ -61,7 +61,7 @@ class Training:
             "batch": s.batch,
             "length": s.length,
             "accumulate": s.accumulate,
-            "gpus": s.gpus,
+            "gpus": s.processes,
             "parameters": sum(p.numel() for p in parameters),
             "trained": sum(p.numel() for p in parameters if p.requires_grad),
         }

@@ -43,7 +43,9 @@ def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):
 
 def cell(name, step_ms=(60.0,) * 6, losses=(5.0, 4.0), machine="cpu", peak=2**30, tokens=600, **changes):
     """A cell of a step with these switches changed."""
-    facts: dict[str, Any] = {key: changes.pop(key) for key in ("state", "why", "profile", "origin", "planned") if key in changes}
+    facts: dict[str, Any] = {
+        key: changes.pop(key) for key in ("state", "why", "profile", "origin", "planned") if key in changes
+    }
     setting = Setting(**{"batch": 2, "length": 300, **changes})
     fields: dict[str, Any] = {
         "work": {"tokens_per_step": tokens, "batch": 2, "weights": "abc"},

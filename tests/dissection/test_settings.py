@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 import surokit as sk
 from surokit.dissection.settings import AGAIN, BASELINE, TOGETHER, Setting, grid
@@ -68,10 +69,10 @@ def test_amounts_of_work_cross_with_every_switch():
         ("train", {"lora": 8}),
         ("train", {"recipe": "qnf4"}),
         ("tune", {"recipe": "qfp8"}),
-        ("train", {"zero": 3}),
         ("train", {"offload_weights": True, "recompute": "full"}),
         ("train", {"offload_activations": True, "recompute": "full"}),
         ("train", {"offload_weights": True, "gpus": 2}),
+        ("train", {"offload_activations": True, "zero": 3}),
         ("train", {"offload_activations": True, "compile": True}),
         ("train", {"recompute": "selective"}),
         ("train", {"zero": 2, "gpus": 2, "compile": True}),
@@ -143,6 +144,12 @@ def test_labels_are_plain_values():
     assert labels["recipe"] == "fp8"
     assert labels["optimizer"] == "AdamW(lr=0.001)"
     assert all(isinstance(value, bool | int | str) for value in labels.values())
+
+
+def test_zero_divides_over_two_processes_or_more():
+    assert BASE.processes == 1
+    assert replace(BASE, zero=2).processes == max(2, torch.cuda.device_count())
+    assert replace(BASE, zero=3, gpus=3).processes == 3
 
 
 def test_recipe_and_fusion_of_a_setting():

@@ -1,0 +1,99 @@
+"""Dissect training, fine-tuning and generation in the shape of SmolLM2-135M, with the switches that a processor has.
+
+The cells are kept in a folder, which a second call goes on from; the raw result holds them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surokit.dissection.dissection import Dissection
+
+LENGTH = 350  # tokens, the mean of alpaca's samples (arXiv 2311.03687)
+STEPS = 5
+GIB = 3.0  # that the largest batch may take: a step of it ends within seconds
+#: What each kind of work is measured over: in one call after the other, into one folder.
+CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "train": (
+        {
+            "over": {
+                "attention": ("math", "flash"),
+                "fusion": ("none", "fused"),
+                "recompute": ("none", "full"),
+                "recipe": ("bf16", "fp8"),
+                "optimizer": ("adamw", "offloadadamw", "zenflow", "adamw8bit"),
+                "zero": (0, 2, 3),
+            },
+            "together": False,
+        },
+        {"over": {"attention": ("math",), "batch": (1, 2, "largest")}, "gib": GIB},
+    ),
+    "tune": ({"over": {"recipe": ("bf16", "qfp8", "qfp4", "qnf4"), "recompute": ("none", "full")}, "together": False},),
+    "infer": ({"over": {"recipe": ("bf16", "fp8", "qfp8", "qnf4"), "batch": (1, 4)}, "together": False},),
+}
+
+
+def run(what: str = "train", folder: Path | None = None) -> dict[str, Any]:
+    """Measure the cells that the folder lacks, and return the raw result of all of them."""
+    import surokit as sk
+    from surokit import texts
+    from surokit.environment import environment
+
+    tokenizer = sk.train_tokenizer(texts.SHAKESPEARE, vocab_size=1024)
+    data = sk.text(texts.SHAKESPEARE, tokenizer, length=LENGTH, batch=1)
+    batches = list(itertools.islice(data, 60))
+    with tempfile.TemporaryDirectory() as own:
+        place = folder or Path(own) / what
+        for call in CALLS[what]:
+            found = sk.dissect(shape(), batches, what=what, steps=STEPS, folder=place, **call)  # type: ignore[arg-type]
+    return {
+        "benchmark": f"dissection of {what}: the shape of SmolLM2-135M, {LENGTH} tokens of Shakespeare a sequence",
+        "settings": {"timed steps": STEPS, "the largest batch takes at most": f"{GIB:g} GiB"},
+        "environment": environment(),
+        "dissection": {"head": found.head, "cells": [asdict(cell) for cell in found.cells]},
+    }
+
+
+def shape() -> Any:
+    """Return the configuration of SmolLM2-135M, as its config.json has it."""
+    import surokit as sk
+
+    return sk.DecoderConfig(
+        layers=30, width=576, heads=9, kv_heads=3, ffn=1536, vocab=49152, max_length=2048, tied=True, norm_eps=1e-5
+    )
+
+
+def found_in(data: Mapping[str, Any]) -> Dissection:
+    """Return the dissection of a raw result."""
+    from surokit.dissection.cell import Cell
+    from surokit.dissection.dissection import Dissection
+
+    return Dissection([Cell.of(row) for row in data["dissection"]["cells"]], data["dissection"]["head"])
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """Make the tables by step, phase and module in Markdown."""
+    from surokit.bench.result import footer
+    from surokit.dissection.report import sections
+
+    return "\n".join([*sections(found_in(data)), "", footer(data)])
+
+
+def draw(data: Mapping[str, Any], path: Path) -> None:
+    """Draw the picture of a raw result."""
+    from surokit.bench.result import save_picture
+
+    save_picture(found_in(data).plot(), path, digest(data))
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """Return the fingerprint of what the picture shows."""
+    from surokit.bench.result import fingerprint
+
+    return fingerprint(data["dissection"]["cells"])
