@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -33,15 +32,12 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
-from zlib import crc32
 
 import numpy as np
 
 from surokit.bench import process
 
 Work = Mapping[str, Any]
-CLIP, BETAS, DECAY = 1.0, (0.9, 0.95), 0.1
-PROJECTION = re.compile(r"layers\.\d+\.\w+\.\w+_proj")
 
 
 class Runner(Protocol):
@@ -97,27 +93,18 @@ def _pretrained(work: Work, folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from surokit.dissection.loop import recomputed, with_peft
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.config.use_cache = False
     model.to(work["device"]).train()
     if work["recompute"] == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recomputed(model)
     if work["train"] != "lora":
         return model
     if work["recompute"] == "full":
         model.enable_input_require_grads()
     return with_peft(model, work["rank"], work["alpha"])
-
-
-def with_peft(model: Any, rank: int, alpha: float) -> Any:
-    """Add PEFT's adapters to every projection of a model, in the model's dtype as surokit's are; by default they would be
-    float32."""
-    from peft import LoraConfig, get_peft_model
-
-    from surokit.recipe import PROJECTIONS
-
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(PROJECTIONS), bias="none")
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def _liger(work: Work, folder: str) -> Runner:
@@ -217,58 +204,34 @@ class Loop:
     def __init__(self, model: Any, work: Work, form: str, *, eight_bit: bool = False, autocast: bool = False) -> None:
         import torch
 
-        self.autocast = autocast
+        from surokit.dissection.loop import TorchLoop, set_adapters
+
         self.form = f"{form}, AdamW of 8 bits" if eight_bit else form
         self.model, self.work, self.taken = model, work, 0
-        self.device = next(model.parameters()).device
-        _set_adapters(model)
-        self.rows = torch.from_numpy(np.load(work["tokens"]).astype(np.int64)).to(self.device)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in self.parameters if p.ndim > 1]
-        groups = [
-            {"params": matrices, "weight_decay": DECAY},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if eight_bit:
-            self.optimizer = import_module("bitsandbytes").optim.AdamW8bit(groups, lr=work["lr"], betas=BETAS)
-        else:
-            fused = self.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(groups, lr=work["lr"], betas=BETAS, fused=fused)
+        set_adapters(model)
+        self.loop = TorchLoop(model, work["lr"], eight_bit=eight_bit, autocast=autocast)
+        self.rows = torch.from_numpy(np.load(work["tokens"]).astype(np.int64)).to(self.loop.device)
 
     def steps(self, count: int) -> list[float]:
-        losses = [self._step() for _ in range(count)]
+        losses = []
+        for _ in range(count):
+            parts = range(self.taken, self.taken + self.work["accumulate"])
+            losses.append(self.loop.step([self._batch(self.rows, index) for index in parts]))
+            self.taken = parts.stop
         return [float(loss) for loss in losses]
 
-    def _step(self) -> Any:
-        import torch
-
-        total: Any = 0.0
-        for _ in range(self.work["accumulate"]):
-            loss = self._loss(self.rows, self.taken) / self.work["accumulate"]
-            loss.backward()
-            total = total + loss.detach()
-            self.taken += 1
-        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total
-
-    def _loss(self, rows: Any, index: int) -> Any:
-        import torch
-
+    def _batch(self, rows: Any, index: int) -> dict[str, Any]:
         batch = self.work["batch"]
         first = index % (len(rows) // batch) * batch
         ids = rows[first : first + batch]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.model(input_ids=ids, labels=ids).loss
+        return {"input_ids": ids, "labels": ids}
 
     def evaluate(self) -> float:
         import torch
 
-        rows = torch.from_numpy(np.load(self.work["held_out"]).astype(np.int64)).to(self.device)
+        rows = torch.from_numpy(np.load(self.work["held_out"]).astype(np.int64)).to(self.loop.device)
         with torch.no_grad():
-            losses = [self._loss(rows, i) for i in range(len(rows) // self.work["batch"])]
+            losses = [self.loop.loss(self._batch(rows, i)) for i in range(len(rows) // self.work["batch"])]
         return float(sum(losses) / len(losses))
 
 
@@ -279,6 +242,7 @@ class Ours:
         import torch
 
         import surokit as sk
+        from surokit.dissection.loop import BETAS, CLIP, DECAY, set_adapters
         from surokit.recipe import find_recipe
 
         self.work, self.form = work, "by default"
@@ -287,7 +251,7 @@ class Ours:
             chosen = chosen.lora(rank=work["rank"], alpha=work["alpha"])
         self.model = sk.load(folder, dtype=torch.bfloat16, device=work["device"])
         sk.apply(self.model, chosen)
-        _set_adapters(self.model)
+        set_adapters(self.model)
         if work["recompute"] != "none":
             sk.fuse(self.model, recompute=work["recompute"])
         self.session = sk.Session(
@@ -312,23 +276,6 @@ class Ours:
 
     def evaluate(self) -> float:
         return self.session.evaluate(self._batches("held_out"))
-
-
-def _set_adapters(model: Any) -> None:
-    """Set A of every adapter by its layer's name, uniform as torch.nn.Linear's weights, and B to zero: the same in every
-    library."""
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                layer = PROJECTION.search(name)
-                assert layer is not None, name
-                drawn = torch.Generator().manual_seed(crc32(layer[0].encode()))
-                bound = parameter.shape[1] ** -0.5
-                parameter.copy_((torch.rand(parameter.shape, generator=drawn) * 2 - 1) * bound)
-            elif "lora_B" in name:
-                parameter.zero_()
 
 
 # -- a process

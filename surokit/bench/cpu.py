@@ -188,7 +188,7 @@ def _transformers(case: Case, folder: str, dtype: str, compiled: bool) -> Callab
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype={"bf16": torch.bfloat16}.get(dtype, torch.float32))
     if case.rank:
-        from surokit.bench.baselines import with_peft
+        from surokit.dissection.loop import with_peft
 
         model = with_peft(model, case.rank, 2 * case.rank)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -51,7 +51,8 @@ def run(what: str = "train", folder: Path | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as own:
         place = folder or Path(own) / what
         for call in CALLS[what]:
-            found = sk.dissect(shape(), batches, what=what, steps=STEPS, folder=place, **call)  # type: ignore[arg-type]
+            sk.dissect(shape(), batches, what=what, steps=STEPS, folder=place, **call)  # type: ignore[arg-type]
+        found = sk.Dissection.load(place)
     return {
         "benchmark": f"dissection of {what}: the shape of SmolLM2-135M, {LENGTH} tokens of Shakespeare a sequence",
         "settings": {"timed steps": STEPS, "the largest batch takes at most": f"{GIB:g} GiB"},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surokit.dissection.cell import FEWEST, Cell
-from surokit.dissection.settings import AGAIN
+from surokit.dissection.settings import AGAIN, Setting
 from surokit.profiler.analysis.parts import ORDER
 from surokit.statistics import Interval, drawn_again, percentile_interval
 from surokit.tables import html_table, text_table
@@ -144,10 +144,13 @@ _HEADER = ("part", "without, ms", "with, ms", "change")
 
 def effects(cells: Sequence[Cell], switch: str) -> tuple[str, tuple[Pair, ...]]:
     """Return the switch with its value, and the pairs. LookupError where there are none."""
-    base = cells[0].setting
+    base = switches_of(cells[0])
     name, _, wanted = switch.partition("=")
     changed = {
-        (key, str(value)) for cell in cells for key, value in cell.setting.items() if str(value) != str(base.get(key))
+        (key, str(value))
+        for cell in cells
+        for key, value in switches_of(cell).items()
+        if str(value) != str(base.get(key))
     }
     if wanted:
         found = {(key, value) for key, value in changed if (key, value) == (name, wanted)}
@@ -161,16 +164,21 @@ def effects(cells: Sequence[Cell], switch: str) -> tuple[str, tuple[Pair, ...]]:
     key, value = next(iter(found))
     pairs = []
     for cell in cells:
-        if str(cell.setting.get(key)) == value:
-            twin = {**cell.setting, key: base.get(key)}
+        if str(switches_of(cell).get(key)) == value:
+            twin = {**switches_of(cell), key: base.get(key)}
             other = next(
-                (c for c in cells if c.machine == cell.machine and dict(c.setting) == twin and c.name != AGAIN), None
+                (c for c in cells if c.machine == cell.machine and switches_of(c) == twin and c.name != AGAIN), None
             )
             if other is not None:
                 pairs.append(Pair(other, cell))
     if not pairs:
         raise LookupError(f"effect({switch!r}): no two cells differ in {key}={value} alone.")
     return f"{key}={value}", tuple(pairs)
+
+
+def switches_of(cell: Cell) -> dict[str, Any]:
+    """Return every switch of a cell; one that was measured before a switch was there has its default."""
+    return {**Setting().labels(), **cell.setting}
 
 
 def _times(cell: Cell) -> dict[str, float]:

@@ -18,7 +18,6 @@ from surokit.models.decoder import Decoder
 from surokit.models.generation import Generation
 from surokit.planner import plan
 from surokit.profiler import Profile, profile
-from surokit.profiler.record.allocations import Meter
 from surokit.racing.comparability import digest_of
 
 WARM_UP = 2
@@ -137,13 +136,12 @@ class Generating:
         rest["KV cache"] = writing.cache.nbytes
         rest["others"] = max(0, rest["others"] - writing.cache.nbytes)
 
-        def both(meter: Meter) -> None:
+        with memories.listening(self.device, rest) as (meter, found):
             meter.mark("prefill")
             writing.prefill()
             meter.mark("decode")
             writing.step()
-
-        return memories.phases_of(both, self.device, rest)
+        return found
 
     def _planned(self) -> dict[str, Any]:
         s = self.job.setting

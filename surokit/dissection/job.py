@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.dissection.settings import Setting, What
+from surokit.environment import cores, cpu_model
 from surokit.hardware.gpus import Gpu
 from surokit.models import load
 from surokit.models.config import DecoderConfig
@@ -119,6 +120,13 @@ def build(source: Source) -> nn.Module:
             "a model."
         )
     return made
+
+
+def machine_of(device: torch.device) -> str:
+    """Name a device as tables do: a GPU by its name, a processor by its model and cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu: {cpu_model()}, {cores()} cores"
 
 
 def set_attention(setting: Setting) -> None:

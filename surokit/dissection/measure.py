@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from surokit.dissection import memory as memories
+from surokit.dissection.foreign import Foreign
 from surokit.dissection.generating import Generating
-from surokit.dissection.job import Job, Source
+from surokit.dissection.job import Job, Source, machine_of
 from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.training import Training
 from surokit.models.config import DecoderConfig
 from surokit.places import find_device
 from surokit.ranks import rank_here
-from surokit.train.run_info import device_name
 
 GROWTH = 2
 FINENESS = 8  # the search for the largest batch ends within an eighth of it
@@ -33,8 +33,8 @@ def measure(job: Job) -> dict[str, Any] | None:
     began = time.monotonic()
     device = find_device(job.device, "dissect")
     gib = memories.room_gib(device, job.gib)
-    found: dict[str, Any] = {"machine": device_name(device), "memory": {"limit_gib": gib}}
-    run: Training | Generating | None = None
+    found: dict[str, Any] = {"machine": machine_of(device), "memory": {"limit_gib": gib}}
+    run: Training | Generating | Foreign | None = None
     try:
         with memories.limited(device, gib):
             run = _run_of(job, device)
@@ -71,8 +71,10 @@ def search(job: Job) -> int:
         return 0
 
 
-def _run_of(job: Job, device: torch.device) -> Training | Generating:
-    return Generating(job, device) if job.what == "infer" else Training(job, device)
+def _run_of(job: Job, device: torch.device) -> Training | Generating | Foreign:
+    if job.what == "infer":
+        return Generating(job, device)
+    return Training(job, device) if job.setting.engine == "surokit" else Foreign(job, device)
 
 
 def config_of(source: Source) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -135,24 +135,32 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str,
     return sizes
 
 
-def phases_of(
-    work: Callable[[Meter], object],
+@contextmanager
+def listening(
     device: torch.device,
     rest: dict[str, int],
-    watch: Callable[[Meter], list[Any]] = lambda meter: [],
-) -> dict[str, Any]:
-    """Return the bytes that are held at rest and the most in each phase of a piece of work, which the meter's marks begin.
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Iterator[tuple[Meter, dict[str, Any]]]:
+    """Listen to what the block allocates: yields the meter, for marks of phases, and what is known when the block has ended.
 
-    work: is given the meter, to set marks. watch: sets marks by hooks, and returns their handles. On a CPU what is held at rest
-    is added to what the meter hears.
+    That is `rest`, the bytes that were held before; `phases`, the most in each; and `peak`. A model and its optimizer mark forward,
+    backward and optimizer by themselves. On a CPU what is held at rest is added to what the meter hears.
     """
-    meter = Meter(device)
+    meter, found = Meter(device), dict[str, Any]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    handles = watch(meter)
+    handles: list[Any] = []
+    if model is not None and optimizer is not None:
+        handles = [
+            model.register_forward_pre_hook(lambda *_: meter.mark("forward")),
+            model.register_forward_hook(lambda *_: meter.mark("backward")),
+            optimizer.register_step_pre_hook(lambda *_: meter.mark("optimizer")),
+            optimizer.register_step_post_hook(lambda *_: meter.mark(REST)),
+        ]
     try:
         with meter.listening():
-            work(meter)
+            yield meter, found
             meter.mark(REST)
             meter.mark(REST)  # a phase is there once the next has begun
     finally:
@@ -163,7 +171,7 @@ def phases_of(
     for name, peak in meter.peaks:
         if name != REST:
             phases[name] = max(phases.get(name, 0), base + peak)
-    return {"rest": rest, "phases": phases, "peak": max(phases.values())}
+    found |= {"rest": rest, "phases": phases, "peak": max(phases.values())}
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

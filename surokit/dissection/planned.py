@@ -23,6 +23,8 @@ def planned_of(setting: Setting, config: Any, device: str, gpu: Gpu | None, what
         "fusion": setting.fusion,
         "offload_weights": setting.offload_weights or None,
     }
+    if setting.engine != "surokit":
+        given["layers"] = "transformers"
     if what == "infer":
         given["training"] = False
     else:

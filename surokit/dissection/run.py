@@ -21,10 +21,11 @@ from surokit.calibration import kept
 from surokit.dissection import memory as memories
 from surokit.dissection.cell import Cell, State
 from surokit.dissection.dissection import CELLS, FORMAT, HEAD, PROFILES, Dissection
-from surokit.dissection.job import Job, Source, Tokens
+from surokit.dissection.effect import switches_of
+from surokit.dissection.job import Job, Source, Tokens, machine_of
 from surokit.dissection.measure import config_of, measure, search
 from surokit.dissection.planned import planned_of, why_not
-from surokit.dissection.settings import LARGEST, RANK, Asked, Setting, What, grid
+from surokit.dissection.settings import BASELINE, LARGEST, RANK, Asked, Setting, What, grid
 from surokit.environment import cores_in_use, environment
 from surokit.launching.call import packed
 from surokit.launching.launch import Launch, check_outside
@@ -32,7 +33,6 @@ from surokit.launching.outcome import LaunchError
 from surokit.models.config import DecoderConfig
 from surokit.places import find_device, make_folder, write_whole
 from surokit.racing.comparability import digest_of
-from surokit.train.run_info import device_name
 from surokit.units import counted, elapsed
 
 LIMIT_S = 600.0
@@ -75,8 +75,9 @@ def dissect(
     lr: learning rate of optimizers that are given by name.
 
     An interrupt ends the cell that is being measured, and returns those that were measured before. A cell that does not fit,
-    fails or takes too long is a row with its reason. ValueError or TypeError, before anything is measured, for a switch or value
-    that is not known, settings that contradict each other, and a folder of another model, data or machine.
+    fails or takes too long is a row with its reason; RuntimeError where the baseline fails. ValueError or TypeError, before
+    anything is measured, for a switch or value that is not known, settings that contradict each other, and a folder of another
+    model, data or machine.
     """
     check_outside("dissect")
     _check(what, steps, limit_s, gib)
@@ -95,7 +96,7 @@ def dissect(
     place = None if folder is None else Path(folder)
     if place is not None:
         found = _opened(place, head)
-    left = _left(cells, found, place)
+    left = _left(cells, found, place, memories.room_gib(where, gib))
     if len(left) < len(cells):
         print(
             f"surokit: {counted(len(cells) - len(left), 'cell')} of {len(cells)} measured before, in {place}",
@@ -115,6 +116,8 @@ def dissect(
         if cell is None:
             print("surokit: interrupted; cells that were measured are kept", file=sys.stderr)
             break
+        if cell.state == "failed" and cell.name == BASELINE:
+            raise RuntimeError(f"dissect(): the baseline failed, so there is nothing to compare with: {cell.why}")
         cell = replace(cell, cores_in_use=round(used, 2))
         found = found.with_cell(cell)
         if place is not None:
@@ -183,7 +186,7 @@ def _head(
 ) -> dict[str, Any]:
     """Return what all cells of a folder share, and what says whether another call asks for the same."""
     data = "random tokens" if tokens.ids is None else digest_of([tokens.ids])
-    machine = device_name(device)
+    machine = machine_of(device)
     return {
         "format": FORMAT,
         "what": what,
@@ -251,17 +254,24 @@ def _keep(cell: Cell, place: Path) -> None:
         ) from error
 
 
-def _left(cells: Sequence[Asked], found: Dissection, place: Path | None) -> list[Asked]:
-    """Return the cells that are not there yet, or failed. ValueError where one of the same name had another setting."""
+def _left(cells: Sequence[Asked], found: Dissection, place: Path | None, gib: float | None) -> list[Asked]:
+    """Return the cells that are not there yet, that failed, or that did not fit into less memory than there is now.
+
+    ValueError where one of the same name had another setting.
+    """
     there = {cell.name: cell for cell in found.cells}
+    left = []
     for asked in cells:
         cell = there.get(asked.name)
-        if cell is not None and dict(cell.setting) != asked.setting.labels():
+        less = cell is not None and cell.state == "does not fit" and cell.memory.get("limit_gib") != gib
+        if cell is None or less or cell.state in ("failed", "late"):
+            left.append(asked)
+        if cell is not None and switches_of(cell) != asked.setting.labels():
             raise ValueError(
                 f"dissect(folder={str(place)!r}): the folder has a cell {asked.name!r} with other settings, so its baseline is "
                 "another: give another folder."
             )
-    return [asked for asked in cells if asked.name not in there or there[asked.name].state in ("failed", "late")]
+    return left
 
 
 # -- a cell
@@ -273,7 +283,7 @@ def _cell(name: str, job: Job, limit_s: float, device: torch.device) -> Cell | N
     labels = job.setting.labels()
 
     def ended(state: State, why: str, **more: Any) -> Cell:
-        return Cell(name, state, labels, why, device_name(device), seconds=time.monotonic() - began, **more)
+        return Cell(name, state, labels, why, machine_of(device), seconds=time.monotonic() - began, **more)
 
     try:
         found = _with_largest(job, limit_s) if job.setting.batch == LARGEST else launched(measured, job, limit_s)

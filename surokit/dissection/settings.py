@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from surokit.fusion import Fusion, Recompute
 from surokit.recipe import Recipe, find_recipe
 
+Engine = Literal["surokit", "transformers", "trainer"]
 What = Literal["train", "tune", "infer"]
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "eager", "sdpa"]
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "offloadadamw", "zenflow")
@@ -22,6 +23,8 @@ LARGEST = "largest"
 class Setting:
     """A Setting is how one cell of a dissection computes; every field is a switch that `dissect(over=...)` knows.
 
+    engine: "surokit"; "transformers", whose model is trained in a plain loop, with PEFT's adapters and bitsandbytes' 4 bits;
+        "trainer", which is its Trainer.
     recipe: a recipe or its name. lora: the rank of an adapter, 0 trains all weights.
     recompute: "none", "selective" (outputs of norm and gate; for our layers it needs fusion="fused") or "full" (each layer).
     attention: whose kernels compute attention: "auto" as the model does; "math" holds all scores; "flash", "efficient", "cudnn" are
@@ -40,6 +43,7 @@ class Setting:
     batch: int | Literal["largest"] = 1
     length: int = 0
     accumulate: int = 1
+    engine: Engine = "surokit"
     recipe: Recipe | str = "bf16"
     lora: int = 0
     recompute: Recompute = "none"
@@ -110,6 +114,7 @@ class Setting:
 #: Switches that change how much is computed, and so cross with all others.
 WORK = ("model", "batch", "length", "accumulate")
 _CHOICES: dict[str, Sequence[str]] = {
+    "engine": get_args(Engine),
     "recompute": get_args(Recompute),
     "attention": get_args(Backend),
     "fusion": ("none", "fused"),
@@ -129,7 +134,13 @@ def _contradictions(s: Setting, what: What) -> Iterator[tuple[str, str, str]]:
         for switch in _OF_TRAINING:
             if getattr(s, switch) != getattr(_DEFAULT, switch):
                 yield named(switch), "what='infer'", "it is a switch of training"
-    elif find_recipe(s.recipe).storage and not s.lora:
+    if what == "infer" and s.engine != "surokit":
+        yield named("engine"), "what='infer'", "the steps of its generate() cannot be taken one by one"
+    if s.engine != "surokit":
+        for switch, taken in _THEIRS[s.engine].items():
+            if label_of(getattr(s, switch)) not in taken:
+                yield named("engine"), named(switch), f"it has {switch}={' or '.join(map(str, taken))} here"
+    if what != "infer" and find_recipe(s.recipe).storage and not s.lora:
         why = "its stored weights do not train, so give an adapter, as what='tune' does"
         yield named("recipe"), named("lora"), why
     if s.recompute == "selective" and s.fusion == "none":
@@ -154,6 +165,20 @@ def _contradictions(s: Setting, what: What) -> Iterator[tuple[str, str, str]]:
 
 
 _DEFAULT = Setting()
+#: What another engine takes of each switch; what is not named is taken as it is.
+_THEIRS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "transformers": {
+        "recipe": ("bf16", "qnf4"),
+        "recompute": ("none", "full"),
+        "fusion": ("none",),
+        "optimizer": ("adamw", "adamw8bit", "sgd"),
+        "offload_weights": (False,),
+        "offload_activations": (False,),
+        "gpus": (1,),
+        "zero": (0,),
+    }
+}
+_THEIRS["trainer"] = {**_THEIRS["transformers"], "optimizer": ("adamw", "sgd"), "compile": (False,)}
 _OF_TRAINING = ("lora", "recompute", "optimizer", "offload_activations", "gpus", "zero", "accumulate", "compile")
 
 

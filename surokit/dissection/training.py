@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from surokit import convert
 from surokit.applied import recipe_of
 from surokit.dissection import memory as memories
 from surokit.dissection.job import Job, started
+from surokit.dissection.loop import set_adapters
 from surokit.dissection.planned import figures_of
 from surokit.dissection.settings import Setting
 from surokit.dissection.summed import summed
@@ -38,12 +40,14 @@ class Training:
         parallel = None
         if setting.processes > 1:
             parallel = Parallel(shard=setting.processes if setting.zero else 1, reshard=setting.zero != 2)
-        recipe = setting.full_recipe
+        if setting.full_recipe != recipe_of(self.model):
+            convert.apply(self.model, setting.full_recipe)
+        if setting.lora:
+            set_adapters(self.model)  # the same as other engines'
         self.session = Session(
             self.model,
             job.tokens.batches(batches, setting.batch, setting.length, Vocabulary.of(self.model).size),
             optimizer=optimizer_of(setting, job.lr),
-            recipe=None if recipe == recipe_of(self.model) else recipe,
             accumulate=setting.accumulate,
             schedule=None,
             seed=job.seed,
@@ -116,17 +120,10 @@ class Training:
     def _memory(self) -> dict[str, Any]:
         """Measure one step: bytes held before it by term, and the most in each phase."""
         model, optimizer = self.model, self.session.optimizer
-        return memories.phases_of(
-            lambda meter: self.session.run(1),
-            self.session.device,
-            memories.held(model, optimizer),
-            lambda meter: [
-                model.register_forward_pre_hook(lambda *_: meter.mark("forward")),
-                model.register_forward_hook(lambda *_: meter.mark("backward")),
-                optimizer.register_step_pre_hook(lambda *_: meter.mark("optimizer")),
-                optimizer.register_step_post_hook(lambda *_: meter.mark(memories.REST)),
-            ],
-        )
+        rest = memories.held(model, optimizer)
+        with memories.listening(self.session.device, rest, model, optimizer) as (_, found):
+            self.session.run(1)
+        return found
 
 
 def optimizer_of(setting: Setting, lr: float) -> Any:

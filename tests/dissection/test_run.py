@@ -12,7 +12,7 @@ from torch import nn
 import surokit as sk
 from surokit.dissection import run
 from surokit.dissection.cell import Cell
-from surokit.dissection.job import Job, Tokens
+from surokit.dissection.job import Job, Tokens, machine_of
 from surokit.dissection.settings import AGAIN, BASELINE, Setting
 from surokit.launching.outcome import LaunchError
 from tests.dissection.cells import cell
@@ -20,6 +20,7 @@ from tests.dissection.sources import fails, hangs
 from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=64, max_length=64)
+HERE = machine_of(torch.device("cpu"))
 OVER: dict[str, Any] = {"recompute": ("none", "full")}
 OPTIONS: dict[str, Any] = {"over": OVER, "steps": 5, "device": "cpu"}
 
@@ -60,7 +61,7 @@ def test_a_second_call_measures_what_is_missing(measured, capsys, monkeypatch):
 
     def launched(function, job, limit_s):
         asked.append(job.setting.recompute)
-        return {**cell("x").__dict__, "machine": "cpu"}
+        return {**cell("x").__dict__, "machine": HERE}
 
     monkeypatch.setattr(run, "launched", launched)
     assert sk.dissect(CONFIG, (2, 32), folder=folder, **OPTIONS).cells == found.cells
@@ -117,7 +118,7 @@ def outcomes(monkeypatch, *found):
 
     def launched(function, job, limit_s):
         jobs.append((function.__name__, job.setting.batch))
-        made = left.pop(0) if left else 1 if function is run.searched else {**cell("x").__dict__, "machine": "cpu"}
+        made = left.pop(0) if left else 1 if function is run.searched else {**cell("x").__dict__, "machine": HERE}
         if isinstance(made, BaseException):
             raise made
         return made
@@ -131,20 +132,25 @@ def dissected(**options):
 
 
 def test_a_cell_that_fails_or_is_late_is_a_row_and_is_measured_again(monkeypatch, tmp_path):
-    outcomes(
-        monkeypatch,
-        LaunchError("Rank 0 failed with ValueError: no\ntraceback", 0, "failed"),
-        TimeoutError("The cell took"),
-    )
+    one = {**cell("x").__dict__, "machine": HERE}
+    failed = LaunchError("Rank 0 failed with ValueError: no\ntraceback", 0, "failed")
+    outcomes(monkeypatch, one, failed, TimeoutError("The cell took"))
     found = dissected(folder=tmp_path / "d")
     assert [(c.state, c.why) for c in found.cells] == [
+        ("measured", ""),
         ("failed", "Rank 0 failed with ValueError: no"),
         ("late", "The cell took"),
-        ("measured", ""),
     ]
     jobs = outcomes(monkeypatch)
     assert [c.state for c in dissected(folder=tmp_path / "d").cells] == ["measured"] * 3
     assert len(jobs) == 2
+
+
+def test_a_baseline_that_fails_ends_all(monkeypatch):
+    jobs = outcomes(monkeypatch, LaunchError("Rank 0 failed with ValueError: no such model\ntraceback", 0, "failed"))
+    with refused(RuntimeError):
+        dissected()
+    assert len(jobs) == 1
 
 
 def test_a_process_that_the_system_ends_did_not_fit(monkeypatch):
@@ -156,7 +162,7 @@ def test_a_process_that_the_system_ends_did_not_fit(monkeypatch):
 
 
 def test_an_interrupt_keeps_the_cells_that_were_measured(monkeypatch, capsys, tmp_path):
-    outcomes(monkeypatch, {**cell("x").__dict__, "machine": "cpu"}, KeyboardInterrupt())
+    outcomes(monkeypatch, {**cell("x").__dict__, "machine": HERE}, KeyboardInterrupt())
     found = dissected(folder=tmp_path / "d")
     assert [c.name for c in found.cells] == [BASELINE]
     assert "interrupted; cells that were measured are kept" in capsys.readouterr().err
@@ -164,6 +170,17 @@ def test_an_interrupt_keeps_the_cells_that_were_measured(monkeypatch, capsys, tm
     outcomes(monkeypatch, None)  # asked to stop between two steps
     with pytest.raises(KeyboardInterrupt):
         dissected()
+
+
+def test_what_did_not_fit_is_tried_again_with_more_memory(monkeypatch, tmp_path):
+    none = {"state": "does not fit", "why": "Memory ran out.", "machine": HERE, "memory": {"limit_gib": 1.0}}
+    outcomes(monkeypatch, none, none, none)
+    assert {c.state for c in dissected(folder=tmp_path / "d", gib=1.0).cells} == {"does not fit"}
+    assert outcomes(monkeypatch) == []
+    assert {c.state for c in dissected(folder=tmp_path / "d", gib=1.0).cells} == {"does not fit"}
+    jobs = outcomes(monkeypatch)
+    assert {c.state for c in dissected(folder=tmp_path / "d", gib=2.0).cells} == {"measured"}
+    assert len(jobs) == 3
 
 
 def test_a_full_disk_is_said_and_keeps_what_was_written(monkeypatch, tmp_path):
@@ -183,8 +200,8 @@ def test_a_full_disk_is_said_and_keeps_what_was_written(monkeypatch, tmp_path):
 
 
 def test_the_largest_batch_is_found_in_one_process_and_measured_in_another(monkeypatch):
-    none = {"state": "does not fit", "why": "Memory ran out.", "machine": "cpu"}
-    fits = {**cell("x").__dict__, "machine": "cpu"}
+    none = {"state": "does not fit", "why": "Memory ran out.", "machine": HERE}
+    fits = {**cell("x").__dict__, "machine": HERE}
     jobs = outcomes(monkeypatch, 16, none, none, fits)
     first = dissected(over={"batch": ("largest",)}).cells[0]
     assert jobs[:4] == [("searched", "largest"), *(("measured", n) for n in (16, 12, 9))]

@@ -1,0 +1,284 @@
+"""Train as other libraries do, from the same weights and adapters on the same tokens: transformers in a plain loop, with PEFT and
+bitsandbytes where an adapter is trained, and transformers' Trainer.
+
+The steps of such a loop are not ours to take one by one, so a `Steps` is told when each begins and ends, and measures between:
+steps that are timed, one that is listened to for its memory, and a few that are profiled.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surokit.dissection import memory as memories
+from surokit.dissection.job import Job, build, set_attention
+from surokit.dissection.loop import BETAS, CLIP, DECAY, TorchLoop, recomputed, set_adapters, with_peft
+from surokit.dissection.planned import figures_of
+from surokit.dissection.summed import summed
+from surokit.dissection.training import BEFORE, PROFILED, WARM_UP
+from surokit.models import Decoder, save
+from surokit.planner import plan
+from surokit.profiler import Profile, profile
+from surokit.racing.comparability import digest_of
+from surokit.recipe import Lora, find_recipe
+from surokit.train.setup import Vocabulary
+
+NEEDS = {"transformers": ("transformers",), "trainer": ("transformers", "accelerate")}
+
+
+class Foreign:
+    """A Foreign is a model of transformers under another library's loop; it can be measured as a Training is."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        setting = job.setting
+        assert isinstance(setting.batch, int)
+        _check_installed(job)
+        self.job, self.device = job, device
+        set_attention(setting)
+        self.model, self.weights = _model(job, device)
+        self.seen = Steps(self.model, job, device)
+        count = self.seen.total * setting.accumulate
+        batches = job.tokens.batches(count, setting.batch, setting.length, Vocabulary.of(self.model).size)
+        self.batches = [{name: ids.to(device) for name, ids in batch.items()} for batch in batches]
+
+    def work(self) -> dict[str, Any]:
+        """Return what says whether two cells did the same work."""
+        s, parameters = self.job.setting, list(self.model.parameters())
+        return {
+            "weights": self.weights,
+            "batch": s.batch,
+            "length": s.length,
+            "accumulate": s.accumulate,
+            "gpus": 1,
+            "parameters": sum(p.numel() for p in parameters),
+            "trained": sum(p.numel() for p in parameters if p.requires_grad),
+            "tokens_per_step": int(s.batch) * s.length * s.accumulate,
+        }
+
+    def steps(self) -> bool:
+        """Take all steps: the loop of another library ends when it has taken them."""
+        with self.seen.watching():
+            if self.job.setting.engine == "trainer":
+                _by_trainer(self.model, self.batches, self.job, self.seen)
+            else:
+                _by_hand(self.model, self.batches, self.job, self.seen)
+        return True
+
+    def observe(self, found: dict[str, Any]) -> bool:
+        """Fill in what the steps were, what one of them held, and where a few spent their time."""
+        s, setting = self.seen, self.job.setting
+        found["step_ms"] = s.step_ms[WARM_UP : WARM_UP + self.job.steps]
+        found["losses"] = [float(loss) for loss in s.losses[: WARM_UP + self.job.steps]]
+        found["memory"] |= s.memory
+        found["planned"] = figures_of(
+            lambda: plan(
+                self.model,
+                batch=int(setting.batch),
+                length=setting.length,
+                accumulate=setting.accumulate,
+                optimizer=setting.optimizer,
+                gpu=self.job.gpu,
+            )
+        )
+        assert s.profile is not None
+        found["profile"] = summed(s.profile)
+        if self.job.keep:
+            s.profile.save(self.job.keep)
+        return True
+
+    def fits(self, batch: int) -> bool:
+        """Return whether a step of this batch fits; what it took is given back."""
+        setting = self.job.setting
+        batches = self.job.tokens.batches(setting.accumulate, batch, setting.length, Vocabulary.of(self.model).size)
+        try:
+            loop = _loop(self.model, self.job)
+            float(loop.step([{name: ids.to(self.device) for name, ids in one.items()} for one in batches]))
+            return True
+        except Exception as error:
+            if not memories.is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            memories.give_back(self.device)
+
+    def planned_batch(self, gib: float | None) -> int:
+        return 1
+
+
+def _check_installed(job: Job) -> None:
+    needs = [*NEEDS[job.setting.engine]]
+    needs += ["peft"] * bool(job.setting.lora)
+    needs += ["bitsandbytes"] * (
+        find_recipe(job.setting.recipe).storage is not None or job.setting.optimizer == "adamw8bit"
+    )
+    for package in needs:
+        if find_spec(package) is None:
+            raise ImportError(
+                f"engine={job.setting.engine} needs {package}, which is not installed: pip install {package}"
+            )
+
+
+def _model(job: Job, device: torch.device) -> tuple[Any, str]:
+    """Return a model of transformers as the setting says, and a digest of the weights before that.
+
+    A Decoder becomes one through a folder, with its weights.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    setting = job.setting
+    torch.manual_seed(job.seed)
+    model: Any = build(job.source)
+    weights, dtype = digest_of(model.parameters()), next(model.parameters()).dtype
+    with tempfile.TemporaryDirectory() as folder:
+        stored = find_recipe(setting.recipe).storage is not None
+        if isinstance(model, Decoder) or stored:
+            save(model, folder) if isinstance(model, Decoder) else model.save_pretrained(folder)
+            del model
+            given: dict[str, Any] = {"dtype": dtype}
+            if stored:
+                given["quantization_config"] = BitsAndBytesConfig(
+                    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+                )
+            model = AutoModelForCausalLM.from_pretrained(folder, **given)
+    model = model.to(device).train()
+    model.config.use_cache = False
+    if setting.attention in ("eager", "sdpa"):
+        model.set_attn_implementation(setting.attention)
+    if setting.recompute == "full":
+        recomputed(model)
+        if setting.lora:
+            model.enable_input_require_grads()
+    if setting.lora:
+        model = with_peft(model, setting.lora, Lora(setting.lora).alpha)
+        set_adapters(model)
+    if setting.compile:
+        model.compile()
+    return model, weights
+
+
+def _loop(model: nn.Module, job: Job) -> TorchLoop:
+    named = job.setting.optimizer
+    return TorchLoop(model, job.lr, optimizer=str(named), eight_bit=named == "adamw8bit")
+
+
+def _by_hand(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], job: Job, seen: Steps) -> None:
+    loop = _loop(model, job)
+    seen.optimizer = loop.optimizer
+    size = job.setting.accumulate
+    for first in range(0, len(batches), size):
+        seen.begin()
+        seen.end(loop.step(batches[first : first + size]))
+
+
+def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, seen: Steps) -> None:
+    """Let transformers' Trainer take the steps, with the settings that the plain loop has."""
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Rows(IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            for batch in batches:
+                for i in range(len(batch["input_ids"])):
+                    yield {name: ids[i].cpu() for name, ids in batch.items()}
+
+    class Told(TrainerCallback):
+        def on_step_begin(self, *given: Any, **told: Any) -> None:
+            seen.optimizer = told.get("optimizer")
+            seen.begin()
+
+        def on_step_end(self, *given: Any, **told: Any) -> None:
+            seen.end(torch.stack(losses).sum())
+            losses.clear()
+
+    losses: list[Tensor] = []
+
+    class Telling(Trainer):
+        def training_step(self, *given: Any, **told: Any) -> Tensor:
+            loss: Tensor = super().training_step(*given, **told)
+            losses.append(loss.detach())
+            return loss
+
+    setting = job.setting
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=int(setting.batch),
+            gradient_accumulation_steps=setting.accumulate,
+            max_steps=seen.total,
+            learning_rate=job.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            weight_decay=DECAY,
+            max_grad_norm=CLIP,
+            optim="sgd" if setting.optimizer == "sgd" else "adamw_torch",
+            use_cpu=torch.device(next(model.parameters()).device).type == "cpu",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=job.seed,
+            remove_unused_columns=False,
+        )
+        Telling(model=model, args=arguments, train_dataset=Rows(), callbacks=[Told()]).train()
+
+
+class Steps:
+    """A Steps is told of every step of a loop, and measures: `total` are to be taken.
+
+    step_ms and losses are of all steps, those that are listened to or profiled too; the first ones count.
+    """
+
+    def __init__(self, model: nn.Module, job: Job, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.listened = WARM_UP + job.steps
+        self.profiled = self.listened + 1
+        self.total = self.profiled + BEFORE + PROFILED
+        self.step_ms: list[float] = []
+        self.losses: list[Tensor] = []
+        self.memory: dict[str, Any] = {}
+        self.profile: Profile | None = None
+        self.optimizer: Any = None
+        self._stack = ExitStack()
+        self._began = 0.0
+        self._listening: ExitStack | None = None
+
+    def watching(self) -> ExitStack:
+        """Return what ends the measuring, also where the loop fails."""
+        return self._stack
+
+    def begin(self) -> None:
+        number = len(self.losses)
+        if number == self.listened:
+            self._listen()
+        if number == self.profiled:
+            self.profile = self._stack.enter_context(profile(steps=PROFILED, warmup=BEFORE))
+        if self._began == 0.0:
+            self._began = time.perf_counter()
+
+    def end(self, loss: Tensor) -> None:
+        """End a step; on a GPU its time is up to where the device has done it."""
+        self.losses.append(loss)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.step_ms.append(1e3 * (now - self._began))
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        self._began = time.perf_counter()
+
+    def _listen(self) -> None:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        rest = memories.held(self.model, optimizer)
+        self._listening = self._stack.enter_context(ExitStack())
+        listening = memories.listening(self.device, rest, self.model, optimizer)
+        _, self.memory = self._listening.enter_context(listening)
