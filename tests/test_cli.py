@@ -236,7 +236,10 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
         ("doctor --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
         ("plan 8e9 --xyzzy", "unrecognized arguments: --xyzzy (see surokit plan --help)"),
         ("pln 8e9", "invalid choice: 'pln'"),
-        ("", "required: doctor | plan | race | watch | launch | export | quickstart"),
+        ("dissect config.json --over recompute", "--over 'recompute': write a switch and its values"),
+        ("dissect config.json --over flash=1", "has no switch 'flash'"),
+        ("dissect config.json --plot step.txt", "is no kind of picture"),
+        ("", "required: doctor | plan | race | dissect | watch | launch | export | quickstart"),
     ],
 )
 def test_a_users_error_is_one_line_and_two(arguments, said, capsys):
@@ -245,6 +248,37 @@ def test_a_users_error_is_one_line_and_two(arguments, said, capsys):
     assert said in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_arguments_reach_dissect(tmp_path, capsys, monkeypatch):
+    asked = {}
+
+    class Found:
+        def __repr__(self):
+            return "the table"
+
+        def report(self, folder):
+            return folder / "report.md"
+
+    def dissect(model, batch, **given):
+        asked.update(given, model=model, batch=batch)
+        return Found()
+
+    monkeypatch.setattr(sk, "dissect", dissect, raising=False)
+    words = "dissect config.json --what tune --batch 3 --length 64 --steps 7 --gib 2 --together all --device cpu --over"
+    over = "recompute=none,full batch=1,largest compile=false,true"
+    assert cli.main([*words.split(), *over.split(), "--report", str(tmp_path)]) == 0
+    assert asked["batch"] == (3, 64)
+    assert asked["over"] == {"recompute": ("none", "full"), "batch": (1, "largest"), "compile": (False, True)}
+    assert {name: asked[name] for name in ("model", "what", "steps", "gib", "together", "device")} == {
+        "model": "config.json",
+        "what": "tune",
+        "steps": 7,
+        "gib": 2,
+        "together": "all",
+        "device": "cpu",
+    }
+    assert capsys.readouterr().out == f"the table\nreport: {tmp_path}/report.md\n"
 
 
 def test_doctor(capsys):

@@ -83,7 +83,7 @@ def table(data: Mapping[str, Any]) -> str:
     from surokit.bench.result import footer
     from surokit.dissection.report import sections
 
-    return "\n".join([*sections(found_in(data)), "", footer(data)])
+    return "\n".join([*sections(found_in(data), "####"), "", footer(data)])
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:

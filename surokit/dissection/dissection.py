@@ -239,7 +239,7 @@ class Dissection:
         """Return the heads of the columns that are shown by step."""
         before = ("prefill ms", "a token, ms") if self.generates else ("step ms",)
         after = ("text",) if self.generates else ("loss", "change")
-        return ("cell", "tokens/s", "95 %", "", *before, "planned", "peak GiB", "planned", "idle", *after, "")
+        return ("cell", "tokens/s", "95 %", "speed", *before, "planned", "peak GiB", "planned", "idle", *after, "")
 
     @property
     def title(self) -> str:
@@ -288,7 +288,7 @@ class Dissection:
         return table + "".join(f"<div><small>{html.escape(note)}</small></div>" for note in self.notes)
 
     def plot(self) -> Figure:
-        """Draw the step of each cell by parts of the decoder, and tokens/s against memory with the frontier."""
+        """Draw the time of a token in each cell by parts of the decoder, and tokens/s against memory with the frontier."""
         from surokit.dissection.picture import picture
 
         return picture(self)

@@ -1,4 +1,4 @@
-"""Draw a dissection: the step of each cell by parts of the decoder, and tokens/s against memory with its frontier."""
+"""Draw a dissection: the time of a token in each cell by parts of the decoder, and tokens/s against memory with its frontier."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ def _bars(axes: Axes, cells: list[Cell], names: list[str]) -> None:
         for cell in cells:
             times = {row["part"]: row["forward_ms"] + row["backward_ms"] for row in cell.profile["parts"]}
             times["idle"] = cell.profile["idle_ms"]
-            widths.append(cell.scale * sum(times.get(part, 0.0) for part in parts))
+            us = 1e3 * cell.scale / cell.work["tokens_per_step"]  # a token's share, so that batches can be compared
+            widths.append(us * sum(times.get(part, 0.0) for part in parts))
         if any(widths):
             axes.barh(at, widths, left=so_far, color=colour, label=label, height=0.7)
             so_far = [a + b for a, b in zip(so_far, widths)]
     axes.set_yticks(at, names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("ms a step")
+    axes.set_xlabel("\N{MICRO SIGN}s a token")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.1), ncols=3)
 
 

@@ -26,8 +26,8 @@ def write(found: Dissection, folder: Path) -> Path:
     return file
 
 
-def sections(found: Dissection) -> list[str]:
-    """Return the tables by step, phase and module as lines of Markdown."""
+def sections(found: Dissection, heading: str = "##") -> list[str]:
+    """Return the tables by step, phase and module as lines of Markdown, under headings of this level."""
     rows = found.text_rows()
     lines = [
         markdown_table(rows, header=found.header, right=range(1, len(found.header) - 1)),
@@ -42,13 +42,13 @@ def sections(found: Dissection) -> list[str]:
             for row in phase.to_dict("records")
         ]
         header = ["cell", *(name.replace("_", " ") for name in phase.columns[1:])]
-        lines += ["", "## By phase, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
+        lines += ["", f"{heading} By phase, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
     module = found.table("module")
     if len(module):
         cells = [[str(part), *(f"{value:.1f}" for value in row)] for part, row in zip(module.index, module.to_numpy())]
         cells.append(["step", *(f"{value:.1f}" for value in module.sum())])
         header = ["part", *map(str, module.columns)]
-        lines += ["", "## By module, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
+        lines += ["", f"{heading} By module, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
     return lines
 
 

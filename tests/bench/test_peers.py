@@ -18,6 +18,7 @@ from surokit.bench.configurations import TINY, BenchWork
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed
 from surokit.bench.turns import Call, OutOfTime
+from surokit.dissection import loop
 from surokit.racing.statistics import steps_to
 from tests.refusals import refused
 
@@ -65,7 +66,7 @@ def test_all_systems_start_from_the_same_adapters(files):
     first = {}
     for name in ("transformers", "surokit qfp8"):
         model = baselines.Racing(name, {**files, "train": "lora"}).runner.model
-        named = ((baselines.PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
+        named = ((loop.PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
         first[name] = {layer: p for (layer,), p in named}
         assert all((p == 0).all() for n, p in model.named_parameters() if "lora_B" in n)
     theirs, ours = first.values()

@@ -270,7 +270,7 @@ def test_the_picture_has_a_bar_a_cell_and_a_frontier(found):
     for patch in bars.patches:
         at = round(patch.get_y() + patch.get_height() / 2)
         ends[at] = max(ends.get(at, 0), patch.get_x() + patch.get_width())
-    assert [ends[i] for i in range(4)] == pytest.approx([60, 45, 70, 50], rel=1e-6)
+    assert [ends[i] for i in range(4)] == pytest.approx([100, 75, 70 / 0.6, 50 / 0.6], rel=1e-6)
     frontier = points.lines[-1].get_xydata()
     assert frontier.tolist() == [[0.25, pytest.approx(600 / 0.07)], [0.5, pytest.approx(600 / 0.045)]]
 
