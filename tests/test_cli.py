@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import nbformat
 import pytest
@@ -251,7 +252,7 @@ def test_a_users_error_is_one_line_and_two(arguments, said, capsys):
 
 
 def test_arguments_reach_dissect(tmp_path, capsys, monkeypatch):
-    asked = {}
+    asked: dict[str, Any] = {}
 
     class Found:
         def __repr__(self):

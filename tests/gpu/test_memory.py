@@ -61,7 +61,7 @@ def test_the_peak_of_a_step(device, setting):
 
 
 def test_the_meter_counts_what_the_device_allocates(device):
-    from surokit.bench.memory import Meter
+    from surokit.profiler.record.allocations import Meter
 
     meter = Meter(device)
     gc.collect()  # what other tests left would go meanwhile
