@@ -22,9 +22,9 @@ from surokit.dissection.job import Job, build, set_attention
 from surokit.dissection.loop import BETAS, CLIP, DECAY, TorchLoop, recomputed, set_adapters, with_peft
 from surokit.dissection.planned import figures_of
 from surokit.dissection.summed import summed
-from surokit.dissection.training import BEFORE, PROFILED, WARM_UP
+from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work
 from surokit.models import Decoder, save
-from surokit.planner import plan
+from surokit.planner import Plan, plan
 from surokit.profiler import Profile, profile
 from surokit.racing.comparability import digest_of
 from surokit.recipe import Lora, find_recipe
@@ -33,37 +33,26 @@ from surokit.train.setup import Vocabulary
 NEEDS = {"transformers": ("transformers",), "trainer": ("transformers", "accelerate")}
 
 
-class Foreign:
+class Foreign(Work):
     """A Foreign is a model of transformers under another library's loop; it can be measured as a Training is."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        super().__init__(job, device)
         setting = job.setting
-        assert isinstance(setting.batch, int)
         _check_installed(job)
-        self.job, self.device = job, device
         set_attention(setting)
         self.model, self.weights = _model(job, device)
         self.seen = Steps(self.model, job, device)
         count = self.seen.total * setting.accumulate
-        batches = job.tokens.batches(count, setting.batch, setting.length, Vocabulary.of(self.model).size)
+        batches = job.tokens.batches(count, self.batch, setting.length, Vocabulary.of(self.model).size)
         self.batches = [{name: ids.to(device) for name, ids in batch.items()} for batch in batches]
 
-    def work(self) -> dict[str, Any]:
-        """Return what says whether two cells did the same work."""
-        s, parameters = self.job.setting, list(self.model.parameters())
-        return {
-            "weights": self.weights,
-            "batch": s.batch,
-            "length": s.length,
-            "accumulate": s.accumulate,
-            "gpus": 1,
-            "parameters": sum(p.numel() for p in parameters),
-            "trained": sum(p.numel() for p in parameters if p.requires_grad),
-            "tokens_per_step": int(s.batch) * s.length * s.accumulate,
-        }
+    def facts(self) -> dict[str, Any]:
+        s = self.job.setting
+        return {**super().facts(), "tokens_per_step": self.batch * s.length * s.accumulate}
 
     def steps(self) -> bool:
-        """Take all steps: the loop of another library ends when it has taken them."""
+        # all of them: the loop of another library ends when it has taken them
         with self.seen.watching():
             if self.job.setting.engine == "trainer":
                 _by_trainer(self.model, self.batches, self.job, self.seen)
@@ -72,45 +61,33 @@ class Foreign:
         return True
 
     def observe(self, found: dict[str, Any]) -> bool:
-        """Fill in what the steps were, what one of them held, and where a few spent their time."""
-        s, setting = self.seen, self.job.setting
+        s = self.seen
         found["step_ms"] = s.step_ms[WARM_UP : WARM_UP + self.job.steps]
         found["losses"] = [float(loss) for loss in s.losses[: WARM_UP + self.job.steps]]
         found["memory"] |= s.memory
-        found["planned"] = figures_of(
-            lambda: plan(
-                self.model,
-                batch=int(setting.batch),
-                length=setting.length,
-                accumulate=setting.accumulate,
-                optimizer=setting.optimizer,
-                gpu=self.job.gpu,
-            )
-        )
+        found["planned"] = figures_of(self.planned)
         assert s.profile is not None
         found["profile"] = summed(s.profile)
         if self.job.keep:
             s.profile.save(self.job.keep)
         return True
 
-    def fits(self, batch: int) -> bool:
-        """Return whether a step of this batch fits; what it took is given back."""
-        setting = self.job.setting
-        batches = self.job.tokens.batches(setting.accumulate, batch, setting.length, Vocabulary.of(self.model).size)
-        try:
-            loop = _loop(self.model, self.job)
-            float(loop.step([{name: ids.to(self.device) for name, ids in one.items()} for one in batches]))
-            return True
-        except Exception as error:
-            if not memories.is_out_of_memory(error):
-                raise
-            return False
-        finally:
-            self.model.zero_grad(set_to_none=True)
-            memories.give_back(self.device)
+    def attempt(self, batch: int) -> None:
+        s = self.job.setting
+        batches = self.job.tokens.batches(s.accumulate, batch, s.length, Vocabulary.of(self.model).size)
+        on_device = [{name: ids.to(self.device) for name, ids in one.items()} for one in batches]
+        float(_loop(self.model, self.job).step(on_device))
 
-    def planned_batch(self, gib: float | None) -> int:
-        return 1
+    def planned(self, **changes: Any) -> Plan:
+        s = self.job.setting
+        given = {
+            "batch": self.batch,
+            "length": s.length,
+            "accumulate": s.accumulate,
+            "optimizer": s.optimizer,
+            **changes,
+        }
+        return plan(self.model, gpu=self.job.gpu, **given)
 
 
 def _check_installed(job: Job) -> None:

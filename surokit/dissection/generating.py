@@ -14,24 +14,22 @@ from surokit.dissection import memory as memories
 from surokit.dissection.job import Job, started
 from surokit.dissection.planned import figures_of
 from surokit.dissection.summed import summed
+from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work
 from surokit.models.decoder import Decoder
 from surokit.models.generation import Generation
-from surokit.planner import plan
+from surokit.planner import Plan, plan
 from surokit.profiler import Profile, profile
 from surokit.racing.comparability import digest_of
 
-WARM_UP = 2
 PREFILLS = 3  # that are timed
-PROFILED, BEFORE = 3, 2
 
 
-class Generating:
+class Generating(Work):
     """A Generating is a decoder that writes tokens behind prompts, greedily and with a static cache of keys and values."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        super().__init__(job, device)
         setting = job.setting
-        assert isinstance(setting.batch, int)
-        self.job, self.device = job, device
         model, self.weights = started(job, device)
         if not isinstance(model, Decoder):
             raise TypeError(
@@ -40,26 +38,16 @@ class Generating:
             )
         if setting.full_recipe != recipe_of(model):
             convert.apply(model, setting.full_recipe)
-        self.model = model.eval()
+        self.model = self.decoder = model.eval()
         self.tokens = WARM_UP + job.steps + 1 + BEFORE + PROFILED + 1  # the first is the prefill's
         self.step_ms: list[float] = []
         self.prefill_ms: list[float] = []
         self.writing: Generation
 
-    def work(self) -> dict[str, Any]:
-        """Return what says whether two cells did the same work."""
-        s, parameters = self.job.setting, list(self.model.parameters())
-        return {
-            "weights": self.weights,
-            "batch": s.batch,
-            "length": s.length,
-            "gpus": 1,
-            "parameters": sum(p.numel() for p in parameters),
-            "tokens_per_step": s.batch,
-        }
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "tokens_per_step": self.batch}
 
     def steps(self) -> bool:
-        """Take the prefills and the steps that are timed."""
         self._generation().prefill()  # what is made on first use
         self.prefill_ms = [self._timed(self._generation().prefill) for _ in range(PREFILLS)]
         self.writing = self._generation()
@@ -70,7 +58,6 @@ class Generating:
         return True
 
     def observe(self, found: dict[str, Any]) -> bool:
-        """Fill in what the steps were, what prefill and a step hold, and where each spends its time."""
         found["step_ms"] = self.step_ms
         found["work"] |= {"prefill_ms": self.prefill_ms, "output": digest_of([self.writing.ids])}
         found["memory"] |= self._memory()
@@ -78,35 +65,19 @@ class Generating:
         found["profile"] = {**summed(self._profiled(self.writing.step)), "prefill": self._prefill()}
         return True
 
-    def fits(self, batch: int) -> bool:
-        """Return whether the prefill and a step of this batch fit; what they took is given back."""
-        try:
-            writing = self._generation(batch)
-            writing.prefill()
-            int(writing.step()[0])
-            return True
-        except Exception as error:
-            if not memories.is_out_of_memory(error):
-                raise
-            return False
-        finally:
-            memories.give_back(self.device)
+    def attempt(self, batch: int) -> None:
+        writing = self._generation(batch)
+        writing.prefill()
+        int(writing.step()[0])
 
-    def planned_batch(self, gib: float | None) -> int:
-        """Return the largest batch by plan, 1 where that is not known."""
-        try:
-            return max(
-                1, plan(self.model, training=False, batch=1, length=self.job.setting.length).largest("batch", gib=gib)
-            )
-        except (ValueError, TypeError):
-            return 1
+    def planned(self, **changes: Any) -> Plan:
+        given = {"batch": self.batch, "length": self.job.setting.length, **changes}
+        return plan(self.model, training=False, gpu=self.job.gpu, **given)
 
     def _generation(self, batch: int | None = None) -> Generation:
-        s, vocabulary = self.job.setting, self.model.config.vocab
-        rows = s.batch if batch is None else batch
-        assert isinstance(rows, int)
-        ids = self.job.tokens.batches(1, rows, s.length, vocabulary)[0]["input_ids"].to(self.device)
-        return Generation(self.model, ids, self.tokens, eos_id=())
+        rows = self.batch if batch is None else batch
+        ids = self.job.tokens.batches(1, rows, self.job.setting.length, self.decoder.config.vocab)[0]["input_ids"]
+        return Generation(self.model, ids.to(self.device), self.tokens, eos_id=())
 
     def _timed(self, call: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -116,7 +87,7 @@ class Generating:
         return 1e3 * (time.perf_counter() - began)
 
     def _profiled(self, call: Callable[[], object]) -> Profile:
-        with profile(steps=PROFILED, warmup=BEFORE, tokens=self.job.setting.batch, sample=False) as found:  # type: ignore[arg-type]
+        with profile(steps=PROFILED, warmup=BEFORE, tokens=self.batch, sample=False) as found:
             for _ in range(PROFILED + BEFORE):
                 call()
                 found.step()
@@ -144,10 +115,9 @@ class Generating:
         return found
 
     def _planned(self) -> dict[str, Any]:
-        s = self.job.setting
-        forward = figures_of(lambda: plan(self.model, training=False, batch=s.batch, length=s.length, gpu=self.job.gpu))  # type: ignore[arg-type]
+        forward = figures_of(self.planned)
         try:
-            served = plan(self.model, training=False, gpu=self.job.gpu).serving(s.length, self.tokens, s.batch)  # type: ignore[arg-type]
+            served = self.planned(batch=None, length=None).serving(self.job.setting.length, self.tokens, self.batch)
         except (ValueError, TypeError):
             return {**forward, "step_ms": None}
         return {**forward, "step_ms": served.token_ms, "prefill_ms": served.prefill_batch_ms}

@@ -20,6 +20,7 @@ from surokit.dissection.generating import Generating
 from surokit.dissection.job import Job, Source, machine_of
 from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.training import Training
+from surokit.dissection.work import Work
 from surokit.models.config import DecoderConfig
 from surokit.places import find_device
 from surokit.ranks import rank_here
@@ -34,11 +35,11 @@ def measure(job: Job) -> dict[str, Any] | None:
     device = find_device(job.device, "dissect")
     gib = memories.room_gib(device, job.gib)
     found: dict[str, Any] = {"machine": machine_of(device), "memory": {"limit_gib": gib}}
-    run: Training | Generating | Foreign | None = None
+    run: Work | None = None
     try:
         with memories.limited(device, gib):
             run = _run_of(job, device)
-            found["work"] = run.work()
+            found["work"] = run.facts()
             if not run.steps():
                 return None
     except Exception as error:
@@ -71,7 +72,7 @@ def search(job: Job) -> int:
         return 0
 
 
-def _run_of(job: Job, device: torch.device) -> Training | Generating | Foreign:
+def _run_of(job: Job, device: torch.device) -> Work:
     if job.what == "infer":
         return Generating(job, device)
     return Training(job, device) if job.setting.engine == "surokit" else Foreign(job, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -14,27 +15,24 @@ from surokit.dissection.loop import set_adapters
 from surokit.dissection.planned import figures_of
 from surokit.dissection.settings import Setting
 from surokit.dissection.summed import summed
+from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work
 from surokit.offload import OffloadAdamW, ZenFlow, offload_activations
 from surokit.optim.adamw import AdamW, AdamW8bit
 from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
-from surokit.planner import plan
+from surokit.planner import Plan, plan
 from surokit.profiler import profile
 from surokit.ranks import rank_here
 from surokit.train.session import Session
 from surokit.train.setup import Vocabulary
 
-WARM_UP = 2
-PROFILED, BEFORE = 3, 2  # steps that are profiled, and those before them
 
-
-class Training:
+class Training(Work):
     """A Training is a session as the setting says; what runs out of memory does so in `steps`, or while it is made."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        super().__init__(job, device)
         setting = job.setting
-        assert isinstance(setting.batch, int)
-        self.job = job
         self.model, self.weights = started(job, device)
         batches = (WARM_UP + job.steps + 1 + BEFORE + PROFILED) * setting.accumulate * setting.processes
         parallel = None
@@ -46,7 +44,7 @@ class Training:
             set_adapters(self.model)  # the same as other engines'
         self.session = Session(
             self.model,
-            job.tokens.batches(batches, setting.batch, setting.length, Vocabulary.of(self.model).size),
+            job.tokens.batches(batches, self.batch, setting.length, Vocabulary.of(self.model).size),
             optimizer=optimizer_of(setting, job.lr),
             accumulate=setting.accumulate,
             schedule=None,
@@ -57,31 +55,26 @@ class Training:
         if setting.offload_activations:
             offload_activations(self.model)
 
-    def work(self) -> dict[str, Any]:
-        """Return what says whether two cells did the same work."""
-        s, parameters = self.job.setting, list(self.model.parameters())
-        return {
-            "weights": self.weights,
-            "batch": s.batch,
-            "length": s.length,
-            "accumulate": s.accumulate,
-            "gpus": s.processes,
-            "parameters": sum(p.numel() for p in parameters),
-            "trained": sum(p.numel() for p in parameters if p.requires_grad),
-        }
-
     def steps(self) -> bool:
-        """Take the steps that are timed, after those of the warm-up; False where somebody stopped them."""
-        return self._run(WARM_UP + self.job.steps)
+        if not self._run(WARM_UP):
+            return False
+        began = time.perf_counter()
+        ended = self._run(self.job.steps)
+        self.seconds = time.perf_counter() - began
+        return ended
 
     def observe(self, found: dict[str, Any]) -> bool:
-        """Fill in what the steps were, what one more holds, and where a few more spend their time; False as `steps`."""
         records = self.session.records
         found["work"]["tokens_per_step"] = self.session.tokens_per_step
-        found["step_ms"] = records.column("wall_ms")[-self.job.steps :].tolist()
+        step_ms = records.column("wall_ms")[-self.job.steps :]
+        if (
+            self.device.type == "cuda"
+        ):  # the host runs ahead of a GPU: all steps together are known, and how they differ
+            step_ms = step_ms * (1e3 * self.seconds / step_ms.sum())
+        found["step_ms"] = step_ms.tolist()
         found["losses"] = records.column("loss")[-WARM_UP - self.job.steps :].tolist()
         found["memory"] |= self._memory()
-        found["planned"] = figures_of(lambda: plan(self.session, gpu=self.job.gpu))
+        found["planned"] = figures_of(self.planned)
         with profile(steps=PROFILED, warmup=BEFORE) as profiled:
             ended = self._run(PROFILED + BEFORE)
         if ended:
@@ -90,27 +83,13 @@ class Training:
                 profiled.save(self.job.keep)
         return ended
 
-    def fits(self, batch: int) -> bool:
-        """Return whether a step of this batch fits; what it took is given back."""
-        session, setting = self.session, self.job.setting
-        batches = self.job.tokens.batches(setting.accumulate, batch, setting.length, session.vocabulary.size)
-        try:
-            float(session.step(batches).loss)
-            return True
-        except Exception as error:
-            if not memories.is_out_of_memory(error):
-                raise
-            return False
-        finally:
-            self.model.zero_grad(set_to_none=True)
-            memories.give_back(session.device)
+    def attempt(self, batch: int) -> None:
+        s = self.job.setting
+        batches = self.job.tokens.batches(s.accumulate, batch, s.length, self.session.vocabulary.size)
+        float(self.session.step(batches).loss)
 
-    def planned_batch(self, gib: float | None) -> int:
-        """Return the largest batch by plan, 1 where that is not known."""
-        try:
-            return max(1, plan(self.session, batch=1, length=self.job.setting.length).largest("batch", gib=gib))
-        except (ValueError, TypeError):
-            return 1
+    def planned(self, **changes: Any) -> Plan:
+        return plan(self.session, gpu=self.job.gpu, **changes)
 
     def _run(self, steps: int) -> bool:
         before = self.session.steps
@@ -121,7 +100,7 @@ class Training:
         """Measure one step: bytes held before it by term, and the most in each phase."""
         model, optimizer = self.model, self.session.optimizer
         rest = memories.held(model, optimizer)
-        with memories.listening(self.session.device, rest, model, optimizer) as (_, found):
+        with memories.listening(self.device, rest, model, optimizer) as (_, found):
             self.session.run(1)
         return found
 

@@ -13,7 +13,8 @@ from surokit.dissection.job import Job, Tokens
 from surokit.dissection.measure import largest, measure, search
 from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.settings import Setting
-from surokit.dissection.training import WARM_UP, Training
+from surokit.dissection.training import Training
+from surokit.dissection.work import WARM_UP
 from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=192, max_length=128)

@@ -1,0 +1,79 @@
+"""Define what every kind of work shares that a cell can measure: what it did, and whether a batch fits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from surokit.dissection import memory as memories
+from surokit.dissection.job import Job
+from surokit.planner import Plan
+
+WARM_UP = 2  # steps before those that are timed
+PROFILED, BEFORE = 3, 2  # steps that are profiled, and those before them
+
+
+class Work(ABC):
+    """A Work is what the process of a cell does: `steps` within the limit of memory, then `observe`.
+
+    model and weights, a digest of what it starts from, are there once it is made.
+    """
+
+    model: nn.Module
+    weights: str
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        assert isinstance(job.setting.batch, int)  # the largest was searched for before
+        self.job, self.device, self.batch = job, device, job.setting.batch
+
+    def facts(self) -> dict[str, Any]:
+        """Return what says whether two cells did the same work."""
+        s, parameters = self.job.setting, list(self.model.parameters())
+        return {
+            "weights": self.weights,
+            "batch": self.batch,
+            "length": s.length,
+            "accumulate": s.accumulate,
+            "gpus": s.processes,
+            "parameters": sum(p.numel() for p in parameters),
+            "trained": sum(p.numel() for p in parameters if p.requires_grad),
+        }
+
+    @abstractmethod
+    def steps(self) -> bool:
+        """Take the steps that are timed, after those of the warm-up; False where somebody stopped them."""
+
+    @abstractmethod
+    def observe(self, found: dict[str, Any]) -> bool:
+        """Fill in the fields of a Cell: what the steps were, what one holds, where a few spend their time; False as `steps`."""
+
+    @abstractmethod
+    def attempt(self, batch: int) -> None:
+        """Take a step of this batch and wait for it."""
+
+    @abstractmethod
+    def planned(self, **changes: Any) -> Plan:
+        """Plan a step with other arguments."""
+
+    def fits(self, batch: int) -> bool:
+        """Return whether a step of this batch fits; what it took is given back."""
+        try:
+            self.attempt(batch)
+            return True
+        except Exception as error:
+            if not memories.is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            memories.give_back(self.device)
+
+    def planned_batch(self, gib: float | None) -> int:
+        """Return the largest batch by plan, 1 where that is not known."""
+        try:
+            return max(1, self.planned(batch=1, length=self.job.setting.length).largest("batch", gib=gib))
+        except (ValueError, TypeError):
+            return 1
