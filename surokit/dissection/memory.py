@@ -190,5 +190,9 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         yield local.untyped_storage()
-    except (RuntimeError, NotImplementedError, ValueError):  # a tensor without one: fake, sparse, a wrapper, uninitialized
+    except (
+        RuntimeError,
+        NotImplementedError,
+        ValueError,
+    ):  # a tensor without one: fake, sparse, a wrapper, uninitialized
         return
