@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import surokit as sk
-from surokit.profiler.analysis.parts import IN_LAYERS, ORDER, part_of
+from surokit.profiler.analysis.parts import IN_LAYERS, ORDER, part_of, parts_table
 from surokit.profiler.analysis.tables import analyse
 from surokit.profiler.analysis.timeline import Event, Kind
 from tests.profiler.traces import US, block, spans
@@ -148,8 +148,7 @@ def test_a_wait_in_a_module_is_in_its_row():
         )
 
     for wait in (0, 30):
-        found = analyse(step(wait))
-        table = found.tables["parts"]
+        found, table = analyse(step(wait)), parts_table(step(wait))
         assert dict(zip(table["part"], table["forward_ms"])) == pytest.approx(
             {"RMSNorm": 0.02, "Linear q": 0.05, "other": 0.0}
         )
@@ -172,7 +171,7 @@ def test_work_that_grows_on_a_faked_clock_is_found_in_its_row():
             device="cpu",
         )
 
-    before, after = (dict(zip(t["part"], t["forward_ms"])) for t in (analyse(step(n)).tables["parts"] for n in (0, 25)))
+    before, after = (dict(zip(t["part"], t["forward_ms"])) for t in (parts_table(step(n)) for n in (0, 25)))
     assert before == pytest.approx(
         {"RoPE and reshaping": 0.006, "attention": 0.01, "SiLU and gate": 0.01, "other": 0.0}
     )

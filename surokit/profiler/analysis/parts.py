@@ -28,8 +28,9 @@ from surokit.profiler.analysis.owners import (
     OUTSIDE,
     PSEUDO,
 )
-from surokit.profiler.analysis.roles import Table, ms, table
+from surokit.profiler.analysis.roles import Observed, Table, ms, table
 from surokit.profiler.analysis.timeline import Int
+from surokit.profiler.record.recording import Recording
 
 EMBEDDING, HEAD, NORM, GATE, ROTATION = "embedding", "lm_head", "RMSNorm", "SiLU and gate", "RoPE and reshaping"
 ATTENTION, RESIDUAL, FUSED, FUSED_REST = "attention", "residual sum", "Linear, fused", "norm and gate, fused"
@@ -68,13 +69,15 @@ _ATTENTION = re.compile(
 _SINGLE = re.compile(r"RMSNorm|LayerNorm|Norm$")
 
 
-def parts_table(modules: Modules) -> Table:
+def parts_table(recording: Recording, named_by: Recording | None = None) -> Table:
     """Build the table `parts`: part, activities, forward_ms, backward_ms, idle_ms, ms. What backward computes again is backward.
 
     forward_ms and backward_ms sum to busy, idle_ms to idle and ms, their sum, to the wall time: idle time is in the row of the
     module that the host was in, and on a GPU of the one whose work ends it.
     """
-    o, found = modules.o, modules.owners
+    o = Observed(recording)
+    modules = Modules(o, named_by)
+    found = modules.owners
     tops = found.tops
     top_A = found.top_at(o.host_thread_A, o.host_time_A)
     top_name_A = np.where(top_A >= 0, tops.name_E[np.maximum(top_A, 0)] if len(tops) else 0, -1)

@@ -30,7 +30,6 @@ from surokit.profiler.analysis.causes import (
     syncs_table,
 )
 from surokit.profiler.analysis.modules import Modules
-from surokit.profiler.analysis.parts import parts_table
 from surokit.profiler.analysis.phases import PHASES, phases
 from surokit.profiler.analysis.roles import Observed, Table, is_operator, ms, short_file, table
 from surokit.profiler.analysis.timeline import Bool, Int, Kind, Timeline
@@ -75,7 +74,6 @@ def analyse(recording: Recording, named_by: Recording | None = None, waited: Seq
         "syncs": syncs_table(o),
         "offload": offload_table(o),
         "modules": modules.table(),
-        "parts": parts_table(modules),
         "ops": _by_name(o, o.ops, o.in_steps(o.ops.start_E), own_op_E, "op"),
         "outermost": _by_name(o, tops, o.in_steps(tops.start_E), tops.duration_E(), "op"),
         "kernels": _kernels(o),

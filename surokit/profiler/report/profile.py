@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from surokit.profiler.analysis.causes import Waited
+from surokit.profiler.analysis.parts import parts_table
 from surokit.profiler.analysis.tables import Analysis, Table, analyse
 from surokit.profiler.record.chrome_trace import read_chrome, write_chrome
 from surokit.profiler.record.recording import Recording, pack, unpack
@@ -44,6 +45,7 @@ class Profile:
 
     by: str = "module"  # which table the shown profile breaks busy time down by
     _light: Table | None = None  # the speed of light, once it was asked for
+    _parts: Table | None = None  # once they were asked for: they take as long as all other tables
     _eager: Recording | None = None  # of a step without CUDA graphs, which names the kernels of those replayed here
     _waited: tuple[Waited, ...] = ()  # for other ranks, once they were merged
     _too_early: str = "the profile is still running: read it after the with block"
@@ -146,7 +148,11 @@ class Profile:
         wall time. What backward computes again is backward; idle time is where the host was, and on a GPU before whose work it
         ends.
         """
-        return self._frame("parts")
+        if self._parts is None:
+            self._parts = parts_table(self._done(), self._eager)
+        import pandas
+
+        return pandas.DataFrame(self._parts)
 
     @property
     def kernels(self) -> pd.DataFrame:
