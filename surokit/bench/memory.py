@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from surokit.bench.result import markdown
 from surokit.fusion import Recompute
-from surokit.profiler.record.allocations import Meter
+from surokit.profiler.record.allocations import REST, Meter
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PHASES = ("forward", "backward", "optimizer")
 MIB = 2**20
-_REST = "rest"
 
 
 @dataclass(frozen=True)
@@ -255,19 +254,12 @@ def measure(setting: Setting, device: str = "cpu", model_of: Callable[[], nn.Mod
     with meter.listening():
         step, model, optimizer = _prepared(setting, device, model_of)
         step()
-        handles = [
-            model.register_forward_pre_hook(lambda *_: meter.mark("forward")),
-            model.register_forward_hook(lambda *_: meter.mark("backward")),
-            optimizer.register_step_pre_hook(lambda *_: meter.mark("optimizer")),
-            optimizer.register_step_post_hook(lambda *_: meter.mark(_REST)),
-        ]
-        gc.collect()
-        meter.mark(_REST)
-        step()
-        meter.mark("end")
-        for handle in handles:
-            handle.remove()
-        del step, model, optimizer, handles
+        with meter.following(model, optimizer):
+            gc.collect()
+            meter.mark(REST)
+            step()
+            meter.mark("end")
+        del step, model, optimizer
         gc.collect()
     outside = before + meter.left
     phases = {name: max(b for n, b in meter.peaks if n == name) - outside for name in PHASES}

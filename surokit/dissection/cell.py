@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from surokit.places import write_whole
-from surokit.statistics import Interval, drawn_again, percentile_interval
+from surokit.statistics import Floats, Interval, drawn_again, percentile_interval
 
 State = Literal["measured", "does not fit", "refused", "failed", "late"]
 FEWEST = 5  # steps, from which an interval is given
@@ -63,11 +63,15 @@ class Cell:
         """Return tokens a second of all processes, with a 95 % interval from the spread of the steps; None where none was timed."""
         if not self.step_ms or not self.work.get("tokens_per_step"):
             return None
-        tokens, steps = 1e3 * self.work["tokens_per_step"], np.array(self.step_ms)
+        tokens = 1e3 * self.work["tokens_per_step"]
         low = high = float("nan")
-        if len(steps) >= FEWEST:
-            low, high = percentile_interval(tokens / drawn_again(steps, lambda rows: rows.mean(axis=1)))
-        return Interval(low, tokens / float(steps.mean()), high)
+        if len(self.step_ms) >= FEWEST:
+            low, high = percentile_interval(tokens / self.drawn_ms())
+        return Interval(low, tokens / float(np.mean(self.step_ms)), high)
+
+    def drawn_ms(self, seed: int = 0) -> Floats:
+        """Return the mean times of a step over many draws of the timed ones, float64 [resamples]."""
+        return drawn_again(np.array(self.step_ms), lambda rows: rows.mean(axis=1), seed=seed)
 
     @property
     def prefill_ms(self) -> float | None:
@@ -112,7 +116,7 @@ class Cell:
         return self.ms / self.profile["wall_ms"] if self.ms and self.profile else 1.0
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(asdict(self), indent=1, default=_plain))
+        write_whole(path, as_json(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> Cell:
@@ -132,6 +136,6 @@ class Cell:
         return cls(**values)
 
 
-def _plain(value: Any) -> Any:
-    """Return numpy's numbers as Python's."""
-    return value.item()
+def as_json(values: Mapping[str, Any]) -> str:
+    """Return values as JSON, numpy's numbers as Python's."""
+    return json.dumps(values, indent=1, default=lambda number: number.item())

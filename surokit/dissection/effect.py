@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from surokit.dissection.cell import FEWEST, Cell
 from surokit.dissection.settings import AGAIN, Setting
 from surokit.profiler.analysis.parts import ORDER
-from surokit.statistics import Interval, drawn_again, percentile_interval
+from surokit.statistics import Interval, percentile_interval
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -34,8 +32,7 @@ class Pair:
         low = high = float("nan")
         if min(len(a.step_ms), len(b.step_ms)) >= FEWEST:
             tokens = b.work["tokens_per_step"] / a.work["tokens_per_step"]
-            drawn = [drawn_again(np.array(c.step_ms), lambda r: r.mean(axis=1), seed=i) for i, c in enumerate((a, b))]
-            low, high = percentile_interval(tokens * drawn[0] / drawn[1])
+            low, high = percentile_interval(tokens * a.drawn_ms() / b.drawn_ms(seed=1))
         return Interval(low, b.tokens_per_s.mid / a.tokens_per_s.mid, high)
 
     @property

@@ -38,14 +38,11 @@ class Foreign(Work):
 
     def __init__(self, job: Job, device: torch.device) -> None:
         super().__init__(job, device)
-        setting = job.setting
         _check_installed(job)
-        set_attention(setting)
+        set_attention(job.setting)
         self.model, self.weights = _model(job, device)
         self.seen = Steps(self.model, job, device)
-        count = self.seen.total * setting.accumulate
-        batches = job.tokens.batches(count, self.batch, setting.length, Vocabulary.of(self.model).size)
-        self.batches = [{name: ids.to(device) for name, ids in batch.items()} for batch in batches]
+        self.batches = self._on_device(self.seen.total, self.batch)
 
     def facts(self) -> dict[str, Any]:
         s = self.job.setting
@@ -73,10 +70,13 @@ class Foreign(Work):
         return True
 
     def attempt(self, batch: int) -> None:
+        float(_loop(self.model, self.job).step(self._on_device(1, batch)))
+
+    def _on_device(self, steps: int, batch: int) -> list[dict[str, Tensor]]:
+        """Return the batches of so many steps, on the device."""
         s = self.job.setting
-        batches = self.job.tokens.batches(s.accumulate, batch, s.length, Vocabulary.of(self.model).size)
-        on_device = [{name: ids.to(self.device) for name, ids in one.items()} for one in batches]
-        float(_loop(self.model, self.job).step(on_device))
+        batches = self.job.tokens.batches(steps * s.accumulate, batch, s.length, Vocabulary.of(self.model).size)
+        return [{name: ids.to(self.device) for name, ids in one.items()} for one in batches]
 
     def planned(self, **changes: Any) -> Plan:
         s = self.job.setting
@@ -197,7 +197,7 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
             weight_decay=DECAY,
             max_grad_norm=CLIP,
             optim="sgd" if setting.optimizer == "sgd" else "adamw_torch",
-            use_cpu=torch.device(next(model.parameters()).device).type == "cpu",
+            use_cpu=next(model.parameters()).device.type == "cpu",
             save_strategy="no",
             logging_strategy="no",
             report_to=[],

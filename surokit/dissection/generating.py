@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from surokit import convert
-from surokit.applied import recipe_of
 from surokit.dissection import memory as memories
 from surokit.dissection.job import Job, started
 from surokit.dissection.planned import figures_of
@@ -29,15 +27,12 @@ class Generating(Work):
 
     def __init__(self, job: Job, device: torch.device) -> None:
         super().__init__(job, device)
-        setting = job.setting
         model, self.weights = started(job, device)
         if not isinstance(model, Decoder):
             raise TypeError(
                 f"dissect(what='infer'): a {type(model).__name__} has a generate() of its own, whose steps cannot be taken one by "
                 "one: save it, and give the folder, which is loaded as a surokit.Decoder."
             )
-        if setting.full_recipe != recipe_of(model):
-            convert.apply(model, setting.full_recipe)
         self.model = self.decoder = model.eval()
         self.tokens = WARM_UP + job.steps + 1 + BEFORE + PROFILED + 1  # the first is the prefill's
         self.step_ms: list[float] = []

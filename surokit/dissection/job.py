@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit import convert
+from surokit.applied import recipe_of
 from surokit.dissection.settings import Setting, What
 from surokit.environment import cores, cpu_model
 from surokit.hardware.gpus import Gpu
@@ -100,8 +101,9 @@ def change(model: nn.Module, setting: Setting) -> None:
     fused = setting.full_fusion
     if fused != fused.OFF or next(model.parameters()).is_cuda:  # where a Decoder fuses by itself
         fuse(model, fused)
-    if setting.offload_weights:
+    if setting.full_recipe != recipe_of(model):
         convert.apply(model, setting.full_recipe)
+    if setting.offload_weights:
         offload_weights(model)
 
 

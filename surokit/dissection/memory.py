@@ -10,7 +10,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from surokit.hardware.machine import machine_gib
-from surokit.profiler.record.allocations import Meter
+from surokit.profiler.record.allocations import REST, Meter
 
-REST = "rest"
 _MMAP_THRESHOLD = -3  # of mallopt(3)
 SHARE = 0.9  # of a CPU's memory, without a limit
-_OUT = (  # the last two of oneDNN, which has no other words for it, and of Python for the stack of a thread
+_OUT = (  # the last ones are oneDNN's, which has no other words for it, and Python's for the stack of a thread
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "could not create a memory"),
     *("could not create a primitive", "can't start new thread"),
 )
@@ -150,22 +149,11 @@ def listening(
     meter, found = Meter(device), dict[str, Any]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    handles: list[Any] = []
-    if model is not None and optimizer is not None:
-        handles = [
-            model.register_forward_pre_hook(lambda *_: meter.mark("forward")),
-            model.register_forward_hook(lambda *_: meter.mark("backward")),
-            optimizer.register_step_pre_hook(lambda *_: meter.mark("optimizer")),
-            optimizer.register_step_post_hook(lambda *_: meter.mark(REST)),
-        ]
-    try:
-        with meter.listening():
-            yield meter, found
-            meter.mark(REST)
-            meter.mark(REST)  # a phase is there once the next has begun
-    finally:
-        for handle in handles:
-            handle.remove()
+    marks = nullcontext() if model is None or optimizer is None else meter.following(model, optimizer)
+    with marks, meter.listening():
+        yield meter, found
+        meter.mark(REST)
+        meter.mark(REST)  # a phase is there once the next has begun
     base = 0 if device.type == "cuda" else sum(rest.values())
     phases: dict[str, int] = {}
     for name, peak in meter.peaks:
@@ -190,9 +178,5 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         yield local.untyped_storage()
-    except (
-        RuntimeError,
-        NotImplementedError,
-        ValueError,
-    ):  # a tensor without one: fake, sparse, a wrapper, uninitialized
+    except (RuntimeError, ValueError):  # a tensor without one: fake, sparse, a wrapper, uninitialized
         return

@@ -318,6 +318,7 @@ def _with_largest(job: Job, limit_s: float) -> dict[str, Any] | None:
 def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
     """Call a function of the job in its processes; None where somebody stopped it, TimeoutError beyond the limit."""
     n = job.setting.processes
+    call = packed(function, (job,), {})  # before there is a folder that its failing would leave
     running = Launch(n, 0, limit_s, "none", show=False)
     late = threading.Event()
 
@@ -328,7 +329,7 @@ def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
     ender = threading.Timer(limit_s, end)
     ender.daemon = True
     try:
-        running.start(packed(function, (job,), {}), threads=max(1, (os.cpu_count() or 1) // n))
+        running.start(call, threads=max(1, (os.cpu_count() or 1) // n))
         ender.start()
         found = running.wait()
     except RuntimeError:

@@ -20,7 +20,6 @@ def summed(found: Profile) -> dict[str, Any]:
         },
         "parts": found.parts.to_dict("records"),
         "ops": found.ops.head(OPERATORS)[["op", "calls", "self_ms"]].to_dict("records"),
-        "other_ops_ms": float(found.ops["self_ms"].iloc[OPERATORS:].sum()),
         "kernels": found.kernels.head(OPERATORS)[["kernel", "calls", "self_ms"]].to_dict("records"),
         "lost": found.lost[["cause", "ms_per_step"]].to_dict("records"),
     }

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from surokit import convert
-from surokit.applied import recipe_of
 from surokit.dissection import memory as memories
 from surokit.dissection.job import Job, started
 from surokit.dissection.loop import set_adapters
@@ -38,8 +36,6 @@ class Training(Work):
         parallel = None
         if setting.processes > 1:
             parallel = Parallel(shard=setting.processes if setting.zero else 1, reshard=setting.zero != 2)
-        if setting.full_recipe != recipe_of(self.model):
-            convert.apply(self.model, setting.full_recipe)
         if setting.lora:
             set_adapters(self.model)  # the same as other engines'
         self.session = Session(
@@ -67,9 +63,7 @@ class Training(Work):
         records = self.session.records
         found["work"]["tokens_per_step"] = self.session.tokens_per_step
         step_ms = records.column("wall_ms")[-self.job.steps :]
-        if (
-            self.device.type == "cuda"
-        ):  # the host runs ahead of a GPU: all steps together are known, and how they differ
+        if self.device.type == "cuda":  # the host runs ahead of a GPU: its times are scaled to what all steps took
             step_ms = step_ms * (1e3 * self.seconds / step_ms.sum())
         found["step_ms"] = step_ms.tolist()
         found["losses"] = records.column("loss")[-WARM_UP - self.job.steps :].tolist()

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+REST = "rest"  # what is held between steps
 _MARK = "surokit.memory:"
 #: Operators that are one product: what they allocate and release before they end is scratch, what they leave is a tensor.
 PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"))
@@ -44,6 +46,21 @@ class Meter:
             self.peaks.append((self._name, torch.cuda.max_memory_allocated(self.device)))
         torch.cuda.reset_peak_memory_stats(self.device)
         self._name = name
+
+    @contextmanager
+    def following(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Mark the phases of steps inside the block: "forward", "backward" and "optimizer", and REST after them."""
+        handles = [
+            model.register_forward_pre_hook(lambda *_: self.mark("forward")),
+            model.register_forward_hook(lambda *_: self.mark("backward")),
+            optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer")),
+            optimizer.register_step_post_hook(lambda *_: self.mark(REST)),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def read(self, events: Sequence[Any]) -> None:
         """Take the phases from the events of a CPU's profile."""
