@@ -259,9 +259,10 @@ def _add_dissect(dissect: argparse.ArgumentParser) -> None:
     for name, (value, what) in {
         "--batch": (2, "sequences of a batch (2)"),
         "--length": (350, "tokens of a sequence (350)"),
-        "--steps": (10, "that are timed in each cell (10)"),
+        "--steps": (10, "that are timed in each cell and round (10)"),
+        "--rounds": (5, "of all cells in turn (5); with fewer there is no interval"),
         "--seed": (0, "of everything that is drawn (0)"),
-        "--limit-s": (600, "seconds that a cell may take (600)"),
+        "--limit-s": (600, "seconds that a cell may take in a round (600)"),
         "--gib": (None, "memory that a cell may take (the device's)"),
         "--lr": (3e-4, "learning rate (3e-4)"),
     }.items():
@@ -291,7 +292,7 @@ def _dissect(arguments: argparse.Namespace) -> int:
 
     _check_picture(arguments.plot)
     over = None if arguments.over is None else dict(map(_switch, arguments.over))
-    named = ("what", "steps", "seed", "limit_s", "gib", "lr", "device", "folder")
+    named = ("what", "steps", "rounds", "seed", "limit_s", "gib", "lr", "device", "folder")
     given = {name: getattr(arguments, name) for name in named}
     together: Any = {"no": False, "last": True, "all": "all"}[arguments.together]
     found = sk.dissect(arguments.model, (arguments.batch, arguments.length), over=over, together=together, **given)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from surokit.dissection.cell import Cell
 
 _LINE = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
@@ -39,21 +41,22 @@ def brought(path: Path) -> list[Cell]:
 
 
 def _of_row(row: Mapping[str, Any], whole: Any, path: Path) -> Cell:
-    """Return the cell of a row: name, step_ms (one or several) or tokens_per_s, tokens_per_step, optional peak_gib, loss,
+    """Return the cell of a row: name, step_ms (one or several of a run) or tokens_per_s, tokens_per_step, optional peak_gib, loss,
     setting."""
     if "state" in row:  # as Cell.save and a report have it
         return replace(Cell.of(row), origin=row.get("origin") or str(path))
     work = dict(row.get("work") or {})
     tokens = row.get("tokens_per_step") or work.get("tokens_per_step")
-    steps = row.get("step_ms")
-    if steps is None and row.get("tokens_per_s"):
-        tokens = tokens or 1
-        steps = 1e3 * tokens / row["tokens_per_s"]
-    if steps is None or not tokens:
+    steps = row.get("step_ms") or []
+    if tokens and (steps or row.get("tokens_per_s")):
+        steps = [float(np.mean(steps))] if steps else [1e3 * tokens / row["tokens_per_s"]]
+        work["tokens_per_step"] = tokens
+    elif row.get("tokens_per_s"):
+        work["tokens_per_s"] = row["tokens_per_s"]
+    else:
         raise ValueError(
             f"the cell {row.get('name', row)!r} has neither tokens_per_s, nor step_ms with tokens_per_step"
         )
-    steps = steps if isinstance(steps, list | tuple) else [steps]
     machine = row.get("machine") or (whole.get("machine") if isinstance(whole, Mapping) else "") or path.stem
     peak = row.get("peak_gib")
     memory = {**(row.get("memory") or {}), **({"peak": peak * 2**30} if peak else {})}
@@ -64,8 +67,8 @@ def _of_row(row: Mapping[str, Any], whole: Any, path: Path) -> Cell:
         dict(row.get("setting") or {}),
         machine=str(machine),
         origin=str(path),
-        work={**work, "tokens_per_step": tokens},
-        step_ms=tuple(float(ms) for ms in steps),
+        work=work,
+        step_ms=tuple(steps),
         losses=tuple(float(loss) for loss in losses),
         memory=memory,
     )
@@ -84,7 +87,7 @@ def _of_megatron(text: str, path: Path) -> Cell:
     return Cell(
         "Megatron-LM",
         "measured",
-        {"engine": "Megatron-LM"},
+        {},
         machine=path.stem,
         origin=str(path),
         work={
@@ -92,7 +95,7 @@ def _of_megatron(text: str, path: Path) -> Cell:
             "length": int(length[1]),
             "gpus": int(world[1]) if world else 1,
         },
-        step_ms=tuple(steps),
+        step_ms=(float(np.mean(steps)),),
         losses=tuple(float(loss) for loss in _LOSS.findall(text)),
         memory={"peak": max(peak) * 2**20} if peak else {},
     )

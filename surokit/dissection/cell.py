@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from surokit.places import write_whole
-from surokit.statistics import Floats, Interval, drawn_again, percentile_interval
+from surokit.statistics import Interval, bootstrap_interval, geometric_mean
 
 State = Literal["measured", "does not fit", "refused", "failed", "late"]
-FEWEST = 5  # steps, from which an interval is given
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,14 @@ class Cell:
     else the file that it was brought from. setting: every switch as a number, a bool or text.
     state: "measured", "does not fit", "refused" (settings contradict each other), "failed" or "late" (beyond the limit of a
         cell), and `why` in a sentence.
-    work: batch, length, accumulate, gpus and tokens_per_step; weights (a digest before the first step), parameters, trained.
-    step_ms, losses: of each timed step, without the profiler; the losses with those of the warm-up.
-    memory: bytes: "rest" by term (what is held between steps), "phases" (the most in forward, backward, optimizer), "peak";
-    limit_gib.
+    work: batch, length, accumulate, gpus and tokens_per_step; weights (a digest before the first step), parameters, trained;
+        loss_range, by how much the last loss differed between rounds.
+    step_ms: the mean time of a step in each round, without the profiler. losses: of each step of the first round, the warm-up's
+        among them. calls: when the call began that measured each round.
+    memory: bytes of a process: "rest" by term (what is held between steps), "phases" (the most in forward, backward, optimizer),
+        "peak"; limit_gib.
     planned: "peak" bytes and "terms", "step_ms" (None without a calibration), "binds".
-    cores_in_use: cores of this machine that others used just before, on a CPU.
+    cores_in_use: cores of this machine that others used just before or after, on a CPU.
     profile: milliseconds a step, from profiled steps: wall, busy, idle, phases, parts, ops, lost, communication.
     """
 
@@ -43,6 +44,7 @@ class Cell:
     work: Mapping[str, Any] = field(default_factory=dict)
     step_ms: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
+    calls: tuple[str, ...] = ()
     memory: Mapping[str, Any] = field(default_factory=dict)
     planned: Mapping[str, Any] = field(default_factory=dict)
     profile: Mapping[str, Any] = field(default_factory=dict)
@@ -50,28 +52,47 @@ class Cell:
     cores_in_use: float = 0.0
 
     @property
+    def gpus(self) -> int:
+        """Return how many processes the cell has."""
+        return int(self.setting.get("gpus", 1))
+
+    @property
     def is_measured(self) -> bool:
         return self.state == "measured"
 
     @property
     def ms(self) -> float | None:
-        """Return the mean time of a step in milliseconds, without the profiler."""
-        return float(np.mean(self.step_ms)) if self.step_ms else None
+        """Return the time of a step in milliseconds, without the profiler: the geometric mean of the rounds."""
+        return geometric_mean(self.step_ms) if self.step_ms else None
 
     @property
     def tokens_per_s(self) -> Interval | None:
-        """Return tokens a second of all processes, with a 95 % interval from the spread of the steps; None where none was timed."""
+        """Return tokens a second of all processes, with a 95 % interval from the spread of the rounds; None where nothing was
+        timed."""
+        if given := self.work.get("tokens_per_s"):  # of another program, which says no more
+            return Interval(float("nan"), float(given), float("nan"))
         if not self.step_ms or not self.work.get("tokens_per_step"):
             return None
-        tokens = 1e3 * self.work["tokens_per_step"]
-        low = high = float("nan")
-        if len(self.step_ms) >= FEWEST:
-            low, high = percentile_interval(tokens / self.drawn_ms())
-        return Interval(low, tokens / float(np.mean(self.step_ms)), high)
+        return bootstrap_interval([1e3 * self.work["tokens_per_step"] / ms for ms in self.step_ms])
 
-    def drawn_ms(self, seed: int = 0) -> Floats:
-        """Return the mean times of a step over many draws of the timed ones, float64 [resamples]."""
-        return drawn_again(np.array(self.step_ms), lambda rows: rows.mean(axis=1), seed=seed)
+    def with_round(self, found: Cell) -> Cell:
+        """Return the cell with one round more; where that was not measured, with its reason."""
+        if not found.is_measured:
+            return replace(self, why=f"round {len(self.step_ms) + 1} was not measured: {found.why}")
+        work = dict(self.work)
+        if self.losses:
+            work["loss_range"] = max(self.work.get("loss_range", 0.0), abs(found.losses[-1] - self.losses[-1]))
+        if self.prefill_ms is not None:
+            work["prefill_ms"] = [*work["prefill_ms"], *found.work["prefill_ms"]]
+        return replace(
+            self,
+            why="",
+            work=work,
+            step_ms=self.step_ms + found.step_ms,
+            calls=self.calls + found.calls,
+            seconds=self.seconds + found.seconds,
+            cores_in_use=max(self.cores_in_use, found.cores_in_use),
+        )
 
     @property
     def prefill_ms(self) -> float | None:
@@ -131,7 +152,7 @@ class Cell:
         """Make one of the values that JSON gave. KeyError or TypeError where it lacks some."""
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in found.items() if key in known}
-        for name in ("step_ms", "losses"):
+        for name in ("step_ms", "losses", "calls"):
             values[name] = tuple(values.get(name) or ())
         return cls(**values)
 

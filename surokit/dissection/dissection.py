@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from surokit.dissection.brought import brought
 from surokit.dissection.cell import Cell
-from surokit.dissection.effect import Effect, Pair, effects
-from surokit.dissection.settings import AGAIN, BASELINE, WORK
+from surokit.dissection.effect import Effect, effects, switches_of
+from surokit.dissection.settings import BASELINE, WORK
 from surokit.profiler.analysis.parts import IN_LAYERS, ORDER
+from surokit.statistics import ROUNDS, TOO_FEW
 from surokit.tables import html_table, text_table
-from surokit.units import three_digits
+from surokit.units import counted, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 Level = Literal["step", "phase", "module", "operator"]
-FORMAT = 1
+FORMAT = 2
 BUSY = 0.5  # cores that others use, from which a cell on a CPU is called disturbed
 HEAD, CELLS, PROFILES = "dissection.json", "cells", "profiles"
 _PHASES = ("forward", "backward", "optimizer")
@@ -31,8 +32,8 @@ _PHASES = ("forward", "backward", "optimizer")
 class Dissection:
     """A Dissection is what `surokit.dissect` found. It prints as its table by step and shows itself in a notebook.
 
-    cells: in the order in which they were asked for, the baseline first. head: what all cells of a folder share: model, data,
-    steps, machine, environment.
+    cells: in the order in which they were asked for. head: what all cells of a folder share: model, data, steps, machine,
+    environment, and the order of the cells.
     """
 
     def __init__(self, cells: Iterable[Cell], head: Mapping[str, Any] | None = None) -> None:
@@ -77,8 +78,8 @@ class Dissection:
                 raise ValueError(f"{place} has the format {head['format']}, and this package reads {FORMAT}.")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{place / HEAD} is damaged ({error}): measure again in another folder.") from error
-        files = sorted((place / CELLS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
-        return cls([Cell.load(file) for file in files], head)
+        cells = sorted(map(Cell.load, (place / CELLS).glob("*.json")), key=lambda cell: cell.name)
+        return cls(cells, head).in_order(head["order"])
 
     def __getitem__(self, name: str) -> Cell:
         found = [cell for cell in self.cells if cell.name == name or _label(cell, True) == name]
@@ -88,7 +89,13 @@ class Dissection:
 
     @property
     def baseline(self) -> Cell:
-        return next((cell for cell in self.cells if cell.name == BASELINE), self.cells[0])
+        """Return the cell that the others are compared with. LookupError where there is none."""
+        found = next((cell for cell in self.cells if cell.name == BASELINE), None)
+        if found is None:
+            raise LookupError(
+                f"There is no cell {BASELINE!r} to compare with: there are {', '.join(cell.name for cell in self.cells) or 'none'}."
+            )
+        return found
 
     def in_order(self, names: Sequence[str]) -> Dissection:
         """Return the same with the cells of these names first."""
@@ -153,15 +160,14 @@ class Dissection:
         return len({cell.machine for cell in self.cells}) > 1
 
     def _same_work(self, cell: Cell) -> Cell | None:
-        """Return the baseline of the cell's machine and work."""
-        work = {name: cell.setting.get(name) for name in WORK}
+        """Return the cell of the baseline's switches on the cell's machine and of its work."""
+        base = next((c for c in self.cells if c.name == BASELINE), None)
+        if base is None or not cell.setting:  # brought without one
+            return None
+        given = switches_of(cell)
+        wanted = {**switches_of(base), **{name: given[name] for name in WORK}}
         return next(
-            (
-                c
-                for c in self.cells
-                if c.machine == cell.machine and all(c.setting.get(k) == v for k, v in work.items())
-            ),
-            None,
+            (c for c in self.cells if c.machine == cell.machine and c.setting and switches_of(c) == wanted), None
         )
 
     def _step_row(self, cell: Cell) -> dict[str, Any]:
@@ -198,7 +204,7 @@ class Dissection:
         Cells that differ in nothing else are compared; there is one pair for each amount of work and machine, and for each
         combination that was measured. LookupError where no such pair was measured.
         """
-        return Effect(*effects(self.cells, switch))
+        return Effect(*effects(self.cells, self.baseline, switch))
 
     # -- shown
 
@@ -255,7 +261,7 @@ class Dissection:
         }
         if len(weights) > 1:
             found.append("the cells did not start from the same weights, so their losses cannot be compared")
-        found += self._control()
+        found += self._rounds()
         if busy := [cell.name for cell in self.cells if cell.cores_in_use > BUSY]:
             found.append(f"other programs used the processor while {', '.join(busy)} ran, so their times say little")
         if all(cell.planned.get("step_ms") is None for cell in self.cells) and self.cells:
@@ -265,17 +271,31 @@ class Dissection:
         found += [f"{cell.name}: brought from {cell.origin}" for cell in self.cells if cell.origin]
         return found
 
-    def _control(self) -> list[str]:
-        """Say how far the baseline that was measured last differs from the one that was measured first."""
-        names = {cell.name: cell for cell in self.cells if not cell.origin}
-        if BASELINE not in names or AGAIN not in names:
-            return []
-        ratio = Pair(names[BASELINE], names[AGAIN]).speed
-        return (
-            []
-            if ratio is None
-            else [f"the baseline measured again at the end: {ratio} x, and differences below that say nothing"]
-        )
+    def _rounds(self) -> list[str]:
+        """Say how far rounds of the same cell differ, which cells were not measured beside the baseline, and whose losses vary."""
+        found = []
+        ours = [cell for cell in self.cells if cell.step_ms and not cell.origin]
+        if fewest := min((len(cell.step_ms) for cell in ours), default=0):
+            if fewest < ROUNDS:
+                found.append(f"{counted(fewest, 'round')} of all cells in turn, {TOO_FEW}: {ROUNDS} give an interval")
+            most = max(max(cell.step_ms) / min(cell.step_ms) for cell in ours)
+            if fewest > 1:
+                found.append(f"the same cell's steps took up to {most:.2f} times as long in one round as in another")
+        base = next((cell for cell in ours if cell.name == BASELINE), None)
+        apart = [
+            c.name for c in ours if base is not None and c.machine == base.machine and not _beside_each_other(c, base)
+        ]
+        if apart:
+            found.append(
+                f"{', '.join(apart)} {'was' if len(apart) == 1 else 'were'} measured in another call than the baseline, so their "
+                "speeds compare the machine at two times"
+            )
+        found += [
+            f"{cell.name}: the last loss differed by up to {vary:.2g} between rounds"
+            for cell in ours
+            if (vary := cell.work.get("loss_range"))
+        ]
+        return found
 
     def __repr__(self) -> str:
         table = text_table(self.text_rows(), header=self.header, right=range(1, len(self.header) - 1))
@@ -309,6 +329,10 @@ def _what(what: str | None) -> str:
 
 def _label(cell: Cell, several: bool) -> str:
     return f"{cell.name} on {cell.machine}" if several else cell.name
+
+
+def _beside_each_other(cell: Cell, base: Cell) -> bool:
+    return all(one == other for one, other in zip(cell.calls, base.calls))
 
 
 def _beside(measured: float | None, planned: float | None) -> tuple[str, str]:

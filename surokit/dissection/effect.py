@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surokit.dissection.cell import FEWEST, Cell
-from surokit.dissection.settings import AGAIN, Setting
+from surokit.dissection.cell import Cell
+from surokit.dissection.settings import Setting
 from surokit.profiler.analysis.parts import ORDER
-from surokit.statistics import Interval, percentile_interval
+from surokit.statistics import Interval, bootstrap_interval
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -25,15 +25,14 @@ class Pair:
 
     @property
     def speed(self) -> Interval | None:
-        """Return tokens/s with the switch over those without, and its 95 % interval."""
+        """Return tokens/s with the switch over those without, and its 95 % interval from the ratios of the rounds."""
         a, b = self.without, self.with_it
         if a.tokens_per_s is None or b.tokens_per_s is None:
             return None
-        low = high = float("nan")
-        if min(len(a.step_ms), len(b.step_ms)) >= FEWEST:
-            tokens = b.work["tokens_per_step"] / a.work["tokens_per_step"]
-            low, high = percentile_interval(tokens * a.drawn_ms() / b.drawn_ms(seed=1))
-        return Interval(low, b.tokens_per_s.mid / a.tokens_per_s.mid, high)
+        if len(a.step_ms) != len(b.step_ms) or not a.step_ms:
+            return Interval(float("nan"), b.tokens_per_s.mid / a.tokens_per_s.mid, float("nan"))
+        tokens = b.work["tokens_per_step"] / a.work["tokens_per_step"]
+        return bootstrap_interval([tokens * x / y for x, y in zip(a.step_ms, b.step_ms)])
 
     @property
     def gib(self) -> float | None:
@@ -139,9 +138,10 @@ class Effect:
 _HEADER = ("part", "without, ms", "with, ms", "change")
 
 
-def effects(cells: Sequence[Cell], switch: str) -> tuple[str, tuple[Pair, ...]]:
+def effects(cells: Sequence[Cell], baseline: Cell, switch: str) -> tuple[str, tuple[Pair, ...]]:
     """Return the switch with its value, and the pairs. LookupError where there are none."""
-    base = switches_of(cells[0])
+    base = switches_of(baseline)
+    cells = [cell for cell in cells if cell.setting]
     name, _, wanted = switch.partition("=")
     changed = {
         (key, str(value))
@@ -163,9 +163,7 @@ def effects(cells: Sequence[Cell], switch: str) -> tuple[str, tuple[Pair, ...]]:
     for cell in cells:
         if str(switches_of(cell).get(key)) == value:
             twin = {**switches_of(cell), key: base.get(key)}
-            other = next(
-                (c for c in cells if c.machine == cell.machine and switches_of(c) == twin and c.name != AGAIN), None
-            )
+            other = next((c for c in cells if c.machine == cell.machine and switches_of(c) == twin), None)
             if other is not None:
                 pairs.append(Pair(other, cell))
     if not pairs:
@@ -174,7 +172,7 @@ def effects(cells: Sequence[Cell], switch: str) -> tuple[str, tuple[Pair, ...]]:
 
 
 def switches_of(cell: Cell) -> dict[str, Any]:
-    """Return every switch of a cell; one that was measured before a switch was there has its default."""
+    """Return every switch of a cell that has a setting; one that it does not name has its default."""
     return {**Setting().labels(), **cell.setting}
 
 

@@ -7,6 +7,7 @@ steps that are timed, one that is listened to for its memory, and a few that are
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,40 +43,40 @@ class Foreign(Work):
         set_attention(job.setting)
         self.model, self.weights = _model(job, device)
         self.seen = Steps(self.model, job, device)
-        self.batches = self._on_device(self.seen.total, self.batch)
+        self.batches = self._batches(self.seen.total, self.batch)
+        if job.setting.engine != "trainer":  # which moves them itself
+            self.batches = self._on_device(self.batches)
 
     def facts(self) -> dict[str, Any]:
         s = self.job.setting
         return {**super().facts(), "tokens_per_step": self.batch * s.length * s.accumulate}
 
-    def steps(self) -> bool:
+    def steps(self) -> dict[str, Any]:
         # all of them: the loop of another library ends when it has taken them
         with self.seen.watching():
             if self.job.setting.engine == "trainer":
                 _by_trainer(self.model, self.batches, self.job, self.seen)
             else:
                 _by_hand(self.model, self.batches, self.job, self.seen)
-        return True
+        losses = self.seen.losses[: WARM_UP + self.job.steps]
+        return {"step_ms": [self.seen.ms / self.job.steps], "losses": [float(loss) for loss in losses]}
 
-    def observe(self, found: dict[str, Any]) -> bool:
+    def observe(self) -> dict[str, Any]:
         s = self.seen
-        found["step_ms"] = s.step_ms[WARM_UP : WARM_UP + self.job.steps]
-        found["losses"] = [float(loss) for loss in s.losses[: WARM_UP + self.job.steps]]
-        found["memory"] |= s.memory
-        found["planned"] = figures_of(self.planned)
         assert s.profile is not None
-        found["profile"] = summed(s.profile)
         if self.job.keep:
             s.profile.save(self.job.keep)
-        return True
+        return {"memory": s.memory, "planned": figures_of(self.planned), "profile": summed(s.profile)}
 
     def attempt(self, batch: int) -> None:
-        float(_loop(self.model, self.job).step(self._on_device(1, batch)))
+        float(_loop(self.model, self.job).step(self._on_device(self._batches(1, batch))))
 
-    def _on_device(self, steps: int, batch: int) -> list[dict[str, Tensor]]:
-        """Return the batches of so many steps, on the device."""
+    def _batches(self, steps: int, batch: int) -> list[dict[str, Tensor]]:
+        """Return the batches of so many steps, on the CPU."""
         s = self.job.setting
-        batches = self.job.tokens.batches(steps * s.accumulate, batch, s.length, Vocabulary.of(self.model).size)
+        return self.job.tokens.batches(steps * s.accumulate, batch, s.length, Vocabulary.of(self.model).size)
+
+    def _on_device(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         return [{name: ids.to(self.device) for name, ids in one.items()} for one in batches]
 
     def planned(self, **changes: Any) -> Plan:
@@ -164,7 +165,7 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
         def __iter__(self) -> Iterator[dict[str, Tensor]]:
             for batch in batches:
                 for i in range(len(batch["input_ids"])):
-                    yield {name: ids[i].cpu() for name, ids in batch.items()}
+                    yield {name: ids[i] for name, ids in batch.items()}
 
     class Told(TrainerCallback):
         def on_step_begin(self, *given: Any, **told: Any) -> None:
@@ -183,7 +184,13 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
             losses.append(loss.detach())
             return loss
 
-    setting = job.setting
+    setting, on_cpu = job.setting, seen.device.type == "cpu"
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+    ):  # of a launch of one process, in which it would distribute the model
+        os.environ.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -196,8 +203,8 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
             adam_beta2=BETAS[1],
             weight_decay=DECAY,
             max_grad_norm=CLIP,
-            optim="sgd" if setting.optimizer == "sgd" else "adamw_torch",
-            use_cpu=next(model.parameters()).device.type == "cpu",
+            optim="sgd" if setting.optimizer == "sgd" else "adamw_torch" if on_cpu else "adamw_torch_fused",
+            use_cpu=on_cpu,
             save_strategy="no",
             logging_strategy="no",
             report_to=[],
@@ -211,15 +218,15 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
 class Steps:
     """A Steps is told of every step of a loop, and measures: `total` are to be taken.
 
-    step_ms and losses are of all steps, those that are listened to or profiled too; the first ones count.
+    ms: what the device took for all timed steps. losses: of all steps, those that are listened to or profiled too.
     """
 
     def __init__(self, model: nn.Module, job: Job, device: torch.device) -> None:
         self.model, self.device = model, device
         self.listened = WARM_UP + job.steps
         self.profiled = self.listened + 1
-        self.total = self.profiled + BEFORE + PROFILED
-        self.step_ms: list[float] = []
+        self.total = self.listened if job.only_timed else self.profiled + BEFORE + PROFILED
+        self.ms = 0.0
         self.losses: list[Tensor] = []
         self.memory: dict[str, Any] = {}
         self.profile: Profile | None = None
@@ -234,24 +241,27 @@ class Steps:
 
     def begin(self) -> None:
         number = len(self.losses)
+        if number == WARM_UP:
+            self._began = self._now()
         if number == self.listened:
             self._listen()
         if number == self.profiled:
             self.profile = self._stack.enter_context(profile(steps=PROFILED, warmup=BEFORE))
-        if self._began == 0.0:
-            self._began = time.perf_counter()
 
     def end(self, loss: Tensor) -> None:
-        """End a step; on a GPU its time is up to where the device has done it."""
+        """End a step."""
         self.losses.append(loss)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.step_ms.append(1e3 * (now - self._began))
+        if len(self.losses) == self.listened:
+            self.ms = 1e3 * (self._now() - self._began)
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-        self._began = time.perf_counter()
+
+    def _now(self) -> float:
+        """Return the time at which the device has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _listen(self) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,31 +33,28 @@ class Generating(Work):
                 "one: save it, and give the folder, which is loaded as a surokit.Decoder."
             )
         self.model = self.decoder = model.eval()
-        self.tokens = WARM_UP + job.steps + 1 + BEFORE + PROFILED + 1  # the first is the prefill's
-        self.step_ms: list[float] = []
-        self.prefill_ms: list[float] = []
-        self.writing: Generation
+        self.tokens = WARM_UP + job.steps + BEFORE + PROFILED + 1  # the first is the prefill's
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "tokens_per_step": self.batch}
 
-    def steps(self) -> bool:
+    def steps(self) -> dict[str, Any]:
         self._generation().prefill()  # what is made on first use
-        self.prefill_ms = [self._timed(self._generation().prefill) for _ in range(PREFILLS)]
-        self.writing = self._generation()
-        self.writing.prefill()
-        for _ in range(WARM_UP):
-            self.writing.step()
-        self.step_ms = [self._timed(self.writing.step) for _ in range(self.job.steps)]
-        return True
+        prefill_ms = [self.timed(self._generation().prefill) for _ in range(PREFILLS)]
+        writing = self._written(WARM_UP)
+        ms = self.timed(lambda: [writing.step() for _ in range(self.job.steps)])
+        return {
+            "step_ms": [ms / self.job.steps],
+            "work": {"prefill_ms": prefill_ms, "output": digest_of([writing.ids])},
+        }
 
-    def observe(self, found: dict[str, Any]) -> bool:
-        found["step_ms"] = self.step_ms
-        found["work"] |= {"prefill_ms": self.prefill_ms, "output": digest_of([self.writing.ids])}
-        found["memory"] |= self._memory()
-        found["planned"] = self._planned()
-        found["profile"] = {**summed(self._profiled(self.writing.step)), "prefill": self._prefill()}
-        return True
+    def observe(self) -> dict[str, Any]:
+        decode = self._profiled(self._written(WARM_UP).step)
+        return {
+            "memory": self._memory(),
+            "planned": self._planned(),
+            "profile": {**summed(decode), "prefill": self._prefill()},
+        }
 
     def attempt(self, batch: int) -> None:
         writing = self._generation(batch)
@@ -74,12 +70,13 @@ class Generating(Work):
         ids = self.job.tokens.batches(1, rows, self.job.setting.length, self.decoder.config.vocab)[0]["input_ids"]
         return Generation(self.model, ids.to(self.device), self.tokens, eos_id=())
 
-    def _timed(self, call: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return 1e3 * (time.perf_counter() - began)
+    def _written(self, steps: int) -> Generation:
+        """Return a Generation after the prefill and so many steps."""
+        writing = self._generation()
+        writing.prefill()
+        for _ in range(steps):
+            writing.step()
+        return writing
 
     def _profiled(self, call: Callable[[], object]) -> Profile:
         with profile(steps=PROFILED, warmup=BEFORE, tokens=self.batch, sample=False) as found:
@@ -89,8 +86,7 @@ class Generating(Work):
         return found
 
     def _prefill(self) -> dict[str, Any]:
-        waiting = [self._generation() for _ in range(PROFILED + BEFORE)]
-        found = self._profiled(lambda: waiting.pop().prefill())
+        found = self._profiled(lambda: self._generation().prefill())  # with the cache that it fills
         if self.job.keep:
             found.save(self.job.keep)
         return summed(found)
@@ -111,6 +107,10 @@ class Generating(Work):
 
     def _planned(self) -> dict[str, Any]:
         forward = figures_of(self.planned)
+        if terms := forward.get("terms"):  # which have the cache of the prompts, without the tokens that are written
+            more = terms["KV cache"] * self.tokens // self.job.setting.length
+            forward["terms"] = {**terms, "KV cache": terms["KV cache"] + more}
+            forward["peak"] += more
         try:
             served = self.planned(batch=None, length=None).serving(self.job.setting.length, self.tokens, self.batch)
         except (ValueError, TypeError):

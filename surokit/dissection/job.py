@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,7 @@ class Job:
     """A Job is all that a process needs to measure a cell.
 
     steps: that are timed. gib: the limit that the cell shall fit into. gpu: the rates of this machine, for the planned time.
+    only_timed: leaves out what a first round has found, memory, plan and profile.
     """
 
     setting: Setting
@@ -68,6 +69,7 @@ class Job:
     gpu: Gpu | None = None
     keep: str | None = None  # a file for the profile
     what: What = "train"
+    only_timed: bool = False
 
 
 def started(job: Job, device: torch.device) -> tuple[nn.Module, str]:
@@ -77,19 +79,22 @@ def started(job: Job, device: torch.device) -> tuple[nn.Module, str]:
     """
     set_attention(job.setting)
     torch.manual_seed(job.seed)
-    model = build(job.source).to(device)
+    model = build(job.source)
     weights = digest_of(model.parameters())
     if not any(isinstance(module, nn.Embedding) for module in model.modules()):
         raise TypeError(
             f"dissect(model): a {type(model).__name__} has no embedding of tokens, so it is no decoder: give a surokit.Decoder, or "
             "a causal language model of transformers."
         )
-    change(model, job.setting)
+    change(model, job.setting, device)
     return model, weights
 
 
-def change(model: nn.Module, setting: Setting) -> None:
-    """Change a model as the setting says, where the session does not."""
+def change(model: nn.Module, setting: Setting, device: torch.device) -> None:
+    """Change a model on the CPU as the setting says, where the session does not, and move it to the device.
+
+    What is stored in fewer bits, or stays on the host, is so before anything moves: the device need not hold the whole.
+    """
     if setting.attention in ("eager", "sdpa"):
         chosen = getattr(model, "set_attn_implementation", None)
         if chosen is None:
@@ -98,13 +103,17 @@ def change(model: nn.Module, setting: Setting) -> None:
                 f"{type(model).__name__}: use 'math', 'flash', 'efficient' or 'cudnn'."
             )
         chosen(setting.attention)
-    fused = setting.full_fusion
-    if fused != fused.OFF or next(model.parameters()).is_cuda:  # where a Decoder fuses by itself
-        fuse(model, fused)
-    if setting.full_recipe != recipe_of(model):
-        convert.apply(model, setting.full_recipe)
+    recipe, fused = setting.full_recipe, setting.full_fusion
+    if recipe.storage is not None:
+        convert.apply(model, replace(recipe, adapter=None))
     if setting.offload_weights:
-        offload_weights(model)
+        offload_weights(model, device)
+    else:
+        model.to(device)
+    if fused != fused.OFF or device.type == "cuda":  # where a Decoder fuses by itself
+        fuse(model, fused)
+    if recipe != recipe_of(model) or recipe.storage is not None:  # where the weights are says which products there are
+        convert.apply(model, recipe)
 
 
 def build(source: Source) -> nn.Module:
@@ -114,7 +123,7 @@ def build(source: Source) -> nn.Module:
     if isinstance(source, str | Path):
         if Path(source).is_file():
             return Decoder(DecoderConfig.from_hf(json.loads(Path(source).read_text())), dtype=torch.bfloat16)
-        return load(source, dtype=torch.bfloat16)
+        return load(source, dtype=torch.bfloat16, device="cpu")
     made = source if isinstance(source, nn.Module) else source() if callable(source) else None
     if not isinstance(made, nn.Module):
         raise TypeError(

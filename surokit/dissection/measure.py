@@ -30,35 +30,57 @@ FINENESS = 8  # the search for the largest batch ends within an eighth of it
 
 
 def measure(job: Job) -> dict[str, Any] | None:
-    """Measure a cell and return the fields of a Cell; None in all processes but the first, and where the steps were stopped."""
+    """Measure a cell and return the fields of a Cell; None in all processes but the first.
+
+    MemoryError in one of several processes that does not fit, with the words of the cell: the others wait for it, and have to end
+    with it.
+    """
     began = time.monotonic()
     device = find_device(job.device, "dissect")
-    gib = memories.room_gib(device, job.gib)
+    gib = memories.room_gib(device, job.gib, job.setting.gpus)
     found: dict[str, Any] = {"machine": machine_of(device), "memory": {"limit_gib": gib}}
     run: Work | None = None
     try:
         with memories.limited(device, gib):
             run = _run_of(job, device)
             found["work"] = run.facts()
-            if not run.steps():
-                return None
+            took = run.steps()
+        found |= {**took, "work": {**found["work"], **took.get("work", {})}}
+        if not job.only_timed:
+            observed = run.observe()
+            found |= {**observed, "memory": {**found["memory"], **observed["memory"]}}
     except Exception as error:
         if not memories.is_out_of_memory(error):
             raise
         config = config_of(job.source) or getattr(getattr(run, "model", None), "config", None)
         planned = planned_of(job.setting, config, device.type, job.gpu, job.what)
         reached = "while the model was made" if run is None else "in a step"
-        found |= {"state": "does not fit", "planned": planned, "why": why_not(planned, gib, reached)}
+        why = why_not(planned, gib, reached)
+        if job.setting.gpus > 1:
+            raise MemoryError(why) from error
+        found |= {"state": "does not fit", "planned": planned, "why": why}
     else:
-        if not run.observe(found):
-            return None
         found["state"] = "measured"
     found["seconds"] = time.monotonic() - began
     return found if rank_here().is_first else None
 
 
+def attempt(job: Job) -> bool:
+    """Take one step, and return True; MemoryError where it does not fit."""
+    device = find_device(job.device, "dissect")
+    try:
+        with memories.limited(device, memories.room_gib(device, job.gib, job.setting.gpus)):
+            run = _run_of(job, device)
+            run.attempt(run.batch)
+    except Exception as error:
+        if not memories.is_out_of_memory(error):
+            raise
+        raise MemoryError(str(error)) from error
+    return True
+
+
 def search(job: Job) -> int:
-    """Return the largest batch that fits, 0 where not one sequence does."""
+    """Return the largest batch that fits into one process, 0 where not one sequence does."""
     device = find_device(job.device, "dissect")
     gib = memories.room_gib(device, job.gib)
     memories.in_pieces(device)

@@ -22,19 +22,21 @@ from surokit.profiler.record.allocations import REST, Meter
 
 _MMAP_THRESHOLD = -3  # of mallopt(3)
 SHARE = 0.9  # of a CPU's memory, without a limit
-_OUT = (  # the last ones are oneDNN's, which has no other words for it, and Python's for the stack of a thread
+_OUT = (  # the last ones are oneDNN's, which has no other words for it, and Python's and C++'s for the stack of a thread
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "could not create a memory"),
-    *("could not create a primitive", "can't start new thread"),
+    *("could not create a primitive", "can't start new thread", "resource temporarily unavailable"),
 )
 
 
-def room_gib(device: torch.device, gib: float | None) -> float | None:
-    """Return the GiB that a cell may take: those given, else the device's; None where they are not known."""
+def room_gib(device: torch.device, gib: float | None, processes: int = 1) -> float | None:
+    """Return the GiB that each process of a cell may take: of a GPU those given, else all; of a CPU its share of them. None where
+    they are not known."""
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory / 2**30
         return whole if gib is None else min(gib, whole)
     machine = machine_gib()
-    return gib if gib is not None else None if machine is None else SHARE * machine
+    whole_gib = gib if gib is not None else None if machine is None else SHARE * machine
+    return None if whole_gib is None else whole_gib / processes
 
 
 @contextmanager
@@ -144,13 +146,16 @@ def listening(
     """Listen to what the block allocates: yields the meter, for marks of phases, and what is known when the block has ended.
 
     That is `rest`, the bytes that were held before; `phases`, the most in each; and `peak`. A model and its optimizer mark forward,
-    backward and optimizer by themselves. On a CPU what is held at rest is added to what the meter hears.
+    backward and optimizer by themselves; a compiled model has no marks of its own, so that its backward counts as forward. On a CPU
+    what is held at rest is added to what the meter hears.
     """
     meter, found = Meter(device), dict[str, Any]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     marks = nullcontext() if model is None or optimizer is None else meter.following(model, optimizer)
     with marks, meter.listening():
+        if model is not None:
+            meter.mark("forward")
         yield meter, found
         meter.mark(REST)
         meter.mark(REST)  # a phase is there once the next has begun

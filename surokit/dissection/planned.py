@@ -29,7 +29,7 @@ def planned_of(setting: Setting, config: Any, device: str, gpu: Gpu | None, what
         given["training"] = False
     else:
         given |= {
-            "gpus": setting.processes,
+            "gpus": setting.gpus,
             "zero": setting.zero,
             "accumulate": setting.accumulate,
             "recompute": setting.recompute,

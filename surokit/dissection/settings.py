@@ -31,12 +31,11 @@ class Setting:
         torch's; "eager" and "sdpa" choose an implementation of transformers' models.
     fusion: "none", "fused", or a Fusion. optimizer: one of OPTIMIZERS, or a specification such as surokit.AdamW(lr=1e-3).
     offload_weights, offload_activations: kept on the host (surokit.offload_weights, surokit.offload_activations).
-    gpus: processes that train together, each on a GPU or a share of the CPU, on a batch of its own. zero: ZeRO's stage, 0 (copies),
-        2 or 3; with gpus=1 it divides over all GPUs of this machine, and over two processes where there is one or none.
-    compile: torch.compile.
+    zero: ZeRO's stage, 0 (copies), 2 or 3. compile: torch.compile.
 
     The amount of work: model (its name, where there are several sizes), batch (sequences of each process, or "largest"), length
-    (tokens of each), accumulate (batches a step).
+    (tokens of each), accumulate (batches a step), gpus (processes that train together, each on a GPU or a share of the CPU, on a
+    batch of its own).
     """
 
     model: str = ""
@@ -80,15 +79,6 @@ class Setting:
         find_recipe(self.recipe)
 
     @property
-    def processes(self) -> int:
-        """Return how many processes train together."""
-        if self.gpus > 1 or not self.zero:
-            return self.gpus
-        import torch
-
-        return max(2, torch.cuda.device_count())
-
-    @property
     def full_recipe(self) -> Recipe:
         """Return the recipe with an adapter of this rank, or without one where the rank is 0."""
         recipe = find_recipe(self.recipe)
@@ -112,7 +102,7 @@ class Setting:
 
 
 #: Switches that change how much is computed, and so cross with all others.
-WORK = ("model", "batch", "length", "accumulate")
+WORK = ("model", "batch", "length", "accumulate", "gpus")
 _CHOICES: dict[str, Sequence[str]] = {
     "engine": get_args(Engine),
     "recompute": get_args(Recompute),
@@ -153,10 +143,12 @@ def _contradictions(s: Setting, what: What) -> Iterator[tuple[str, str, str]]:
         why = "what is computed again is not kept, so there is nothing to move"
         yield named("offload_activations"), named("recompute"), why
     for moved in ("offload_weights", "offload_activations"):
-        if getattr(s, moved) and s.processes > 1:
-            yield named(moved), named("gpus" if s.gpus > 1 else "zero"), "it works in one process"
+        if getattr(s, moved) and s.gpus > 1:
+            yield named(moved), named("gpus"), "it works in one process"
         if getattr(s, moved) and s.compile:
             yield named(moved), named("compile"), "hooks that copy are not compiled"
+    if s.zero and s.gpus == 1:
+        yield named("zero"), named("gpus"), "it divides among several processes what each would hold"
     if s.zero and s.compile:
         yield named("zero"), named("compile"), "a divided model is not compiled here"
     optimizer = s.optimizer if isinstance(s.optimizer, str) else s.optimizer.optimizer.__name__.lower()
@@ -183,10 +175,18 @@ _OF_TRAINING = ("lora", "recompute", "optimizer", "offload_activations", "gpus",
 
 
 def label_of(value: Any) -> Any:
-    """Return a switch's value as a number, a bool or text."""
+    """Return a switch's value as a number, a bool or text; a recipe by its name, with what sets it apart from the known one."""
     if isinstance(value, bool | int | str):
         return value
-    return value.name if isinstance(value, Recipe) else str(value) if isinstance(value, Fusion) else repr(value)
+    if not isinstance(value, Recipe):
+        return str(value) if isinstance(value, Fusion) else repr(value)
+    try:
+        known = find_recipe(value.name)
+    except ValueError:
+        known = value
+    other = [field.name for field in fields(value) if getattr(value, field.name) != getattr(known, field.name)]
+    said = ", ".join(f"{name}={getattr(value, name)}" for name in other)
+    return f"{value.name} ({said})" if said else value.name
 
 
 # -- the grid
@@ -242,7 +242,7 @@ def grid(over: Mapping[str, Any], what: What, base: Setting, together: bool | Li
                     raise
                 refused = str(error)
             cells.setdefault(name, Asked(name, setting, refused))
-    return [*cells.values(), Asked(AGAIN, base)]
+    return list(cells.values())
 
 
 def _values(name: str, given: Any, default: Any) -> tuple[Any, ...]:
@@ -251,6 +251,12 @@ def _values(name: str, given: Any, default: Any) -> tuple[Any, ...]:
     values = tuple(dict.fromkeys(given))
     if not values:
         raise ValueError(f"dissect(over={{{name!r}: ...}}): give one value or more.")
+    labels = [label_of(value) for value in values]
+    if double := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(
+            f"dissect(over={{{name!r}: ...}}): two values are called {double!r}, and a cell has one name: give one of them another "
+            "name, a recipe with dataclasses.replace(recipe, name=...)."
+        )
     return values
 
 
@@ -259,10 +265,8 @@ def _said(changes: Mapping[str, Any]) -> str:
 
 
 BASELINE, TOGETHER = "baseline", "all together"
-AGAIN = "baseline again"  # measured last: what differs between the two says how far smaller differences can be trusted
 
 __all__ = [
-    "AGAIN",
     "BASELINE",
     "LARGEST",
     "OPTIMIZERS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -32,10 +31,10 @@ class Training(Work):
         super().__init__(job, device)
         setting = job.setting
         self.model, self.weights = started(job, device)
-        batches = (WARM_UP + job.steps + 1 + BEFORE + PROFILED) * setting.accumulate * setting.processes
+        batches = (WARM_UP + job.steps + 1 + BEFORE + PROFILED) * setting.accumulate * setting.gpus
         parallel = None
-        if setting.processes > 1:
-            parallel = Parallel(shard=setting.processes if setting.zero else 1, reshard=setting.zero != 2)
+        if setting.gpus > 1:
+            parallel = Parallel(shard=setting.gpus if setting.zero else 1, reshard=setting.zero != 2)
         if setting.lora:
             set_adapters(self.model)  # the same as other engines'
         self.session = Session(
@@ -51,31 +50,22 @@ class Training(Work):
         if setting.offload_activations:
             offload_activations(self.model)
 
-    def steps(self) -> bool:
-        if not self._run(WARM_UP):
-            return False
-        began = time.perf_counter()
-        ended = self._run(self.job.steps)
-        self.seconds = time.perf_counter() - began
-        return ended
+    def steps(self) -> dict[str, Any]:
+        self.session.run(WARM_UP)
+        ms = self.timed(lambda: self.session.run(self.job.steps))
+        return {
+            "step_ms": [ms / self.job.steps],
+            "losses": self.session.records.column("loss").tolist(),
+            "work": {"tokens_per_step": self.session.tokens_per_step},
+        }
 
-    def observe(self, found: dict[str, Any]) -> bool:
-        records = self.session.records
-        found["work"]["tokens_per_step"] = self.session.tokens_per_step
-        step_ms = records.column("wall_ms")[-self.job.steps :]
-        if self.device.type == "cuda":  # the host runs ahead of a GPU: its times are scaled to what all steps took
-            step_ms = step_ms * (1e3 * self.seconds / step_ms.sum())
-        found["step_ms"] = step_ms.tolist()
-        found["losses"] = records.column("loss")[-WARM_UP - self.job.steps :].tolist()
-        found["memory"] |= self._memory()
-        found["planned"] = figures_of(self.planned)
+    def observe(self) -> dict[str, Any]:
+        found = {"memory": self._memory(), "planned": figures_of(self.planned)}
         with profile(steps=PROFILED, warmup=BEFORE) as profiled:
-            ended = self._run(PROFILED + BEFORE)
-        if ended:
-            found["profile"] = summed(profiled)
-            if self.job.keep and rank_here().is_first:
-                profiled.save(self.job.keep)
-        return ended
+            self.session.run(PROFILED + BEFORE)
+        if self.job.keep and rank_here().is_first:
+            profiled.save(self.job.keep)
+        return {**found, "profile": summed(profiled)}
 
     def attempt(self, batch: int) -> None:
         s = self.job.setting
@@ -84,11 +74,6 @@ class Training(Work):
 
     def planned(self, **changes: Any) -> Plan:
         return plan(self.session, gpu=self.job.gpu, **changes)
-
-    def _run(self, steps: int) -> bool:
-        before = self.session.steps
-        self.session.run(steps)
-        return self.session.steps == before + steps
 
     def _memory(self) -> dict[str, Any]:
         """Measure one step: bytes held before it by term, and the most in each phase."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from surokit.dissection import memory as memories
 from surokit.dissection.job import Job
 from surokit.planner import Plan
 
-WARM_UP = 2  # steps before those that are timed
+WARM_UP = 3  # steps before those that are timed: with the third a session records CUDA graphs
 PROFILED, BEFORE = 3, 2  # steps that are profiled, and those before them
 
 
@@ -37,18 +39,30 @@ class Work(ABC):
             "batch": self.batch,
             "length": s.length,
             "accumulate": s.accumulate,
-            "gpus": s.processes,
+            "gpus": s.gpus,
             "parameters": sum(p.numel() for p in parameters),
             "trained": sum(p.numel() for p in parameters if p.requires_grad),
         }
 
     @abstractmethod
-    def steps(self) -> bool:
-        """Take the steps that are timed, after those of the warm-up; False where somebody stopped them."""
+    def steps(self) -> dict[str, Any]:
+        """Take the steps that are timed, after those of the warm-up; return step_ms, losses and more `work` of a Cell."""
 
     @abstractmethod
-    def observe(self, found: dict[str, Any]) -> bool:
-        """Fill in the fields of a Cell: what the steps were, what one holds, where a few spend their time; False as `steps`."""
+    def observe(self) -> dict[str, Any]:
+        """Take a few steps more, and return memory, planned and profile of a Cell: what one holds, and where time goes."""
+
+    def timed(self, steps: Callable[[], object]) -> float:
+        """Return the milliseconds that the device takes for what `steps` asks of it."""
+        self._wait()
+        began = time.perf_counter()
+        steps()
+        self._wait()
+        return 1e3 * (time.perf_counter() - began)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @abstractmethod
     def attempt(self, batch: int) -> None:

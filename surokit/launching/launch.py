@@ -125,11 +125,12 @@ class Launch:
 
     # -- in the thread that waits
 
-    def wait(self) -> Any:
+    def wait(self, saves: bool = True) -> Any:
         """Wait until all processes have ended; return what the first one returned.
 
-        A first interrupt asks the runs in them to save and end, and goes on waiting; a second one, or one after stop(), ends them
-        at once. A SIGTERM, by which schedulers end a program, is an interrupt here, unless the program handles it.
+        A first interrupt asks the runs in them to save and end, and goes on waiting; a second one, one after stop(), or the first
+        where there is nothing to save, ends them at once. A SIGTERM, by which schedulers end a program, is an interrupt here,
+        unless the program handles it.
         """
         try:
             with _terminated_as_interrupted():
@@ -138,7 +139,7 @@ class Launch:
                         self._over.wait(LOOK_S)
                         self._look()
                     except KeyboardInterrupt:
-                        if self._asked:
+                        if self._asked or not saves:
                             raise
                         self._let_end()
         except BaseException:

@@ -7,7 +7,7 @@ import pytest
 
 from surokit.dissection.cell import Cell
 from surokit.dissection.dissection import Dissection
-from surokit.dissection.settings import AGAIN, BASELINE
+from surokit.dissection.settings import BASELINE
 from tests.dissection.cells import cell, profile
 from tests.refusals import refused
 
@@ -22,7 +22,7 @@ def found():
     return Dissection([cell(BASELINE), FLASH, FULL, FP8, BIG], {"what": "train", "model": "tiny"})
 
 
-def test_rates_have_an_interval_of_their_steps():
+def test_rates_have_an_interval_of_their_rounds():
     steady, few = cell("a"), cell("b", (60.0,) * 3)
     assert steady.tokens_per_s.mid == pytest.approx(10_000)
     assert (steady.tokens_per_s.low, steady.tokens_per_s.high) == pytest.approx((10_000, 10_000))
@@ -105,7 +105,7 @@ def test_an_effect_says_how_much_and_where(found):
 
 def test_an_effect_has_a_pair_for_each_combination():
     both = cell("both", (40.0,) * 6, attention="flash", recompute="full")
-    found = Dissection([cell(BASELINE), FLASH, FULL, both, cell(AGAIN)])
+    found = Dissection([cell(BASELINE), FLASH, FULL, both])
     pairs = found.effect("flash").pairs
     assert [(p.without.name, p.with_it.name) for p in pairs] == [
         (BASELINE, "attention=flash"),
@@ -129,9 +129,27 @@ def test_an_effect_that_was_not_measured(found):
         Dissection([cell(BASELINE), cell("x", recipe="fp8"), cell("y", recipe="fp4")]).effect("recipe")
 
 
-def test_the_baseline_again_says_what_differences_mean(found):
-    again = found.with_cell(cell(AGAIN, (66.0,) * 6))
-    assert "the baseline measured again at the end: 0.909" in repr(again)
+def test_rounds_that_differ_alike_make_no_difference(found):
+    slow = (60.0, 66.0, 90.0, 60.0, 75.0)
+    twice = Dissection([cell(BASELINE, slow), cell("x", tuple(ms / 2 for ms in slow), recompute="full")])
+    (pair,) = twice.effect("full").pairs
+    assert pair.speed == pytest.approx((2, 2, 2))
+    rate = twice[BASELINE].tokens_per_s
+    assert rate is not None
+    assert rate.high > 1.1 * rate.low
+    few = Dissection([cell(BASELINE, slow[:2]), cell("x", slow[:2], recompute="full")])
+    speed = few.effect("full").pairs[0].speed
+    assert speed is not None
+    assert not speed.known
+
+
+def test_what_is_to_be_known_stands_beside_the_table(found):
+    assert "took up to 1.50 times as long in one round as in another" in repr(
+        Dissection([cell(BASELINE, (60.0, 90.0, 60.0, 60.0, 60.0))])
+    )
+    assert "the last loss differed by up to 0.5 between rounds" in repr(
+        Dissection([cell(BASELINE).with_round(cell(BASELINE, losses=(5.0, 4.5)))])
+    )
     assert "other programs used the processor while attention=flash ran" in repr(
         found.with_cell(replace(FLASH, cores_in_use=1.5))
     )
@@ -162,7 +180,7 @@ def test_generation_has_its_own_columns():
     assert "Dissection of generation on cpu" in text
     assert text.splitlines()[4].endswith("other")
     phase = found.table("phase").set_index("cell").loc[BASELINE]
-    assert (phase["prefill"], phase["decode"], phase["prefill_idle"]) == (120, 60, 0)
+    assert (phase["prefill"], phase["decode"], phase["prefill_idle"]) == pytest.approx((120, 60, 0))
     rows = found.table("module", cell=BASELINE).set_index("part")
     assert rows["prefill_ms"].sum() == pytest.approx(120)
     assert rows["ms"].sum() == pytest.approx(60)
@@ -197,8 +215,11 @@ def test_cells_of_a_file_are_marked_as_brought(found, tmp_path):
     both = found.add(file)
     theirs = both["DeepSpeed on server A"]
     assert theirs.tokens_per_s.mid == pytest.approx(5000)
+    assert theirs.ms is None  # how many tokens a step has is not known
     assert (theirs.peak_gib, theirs.loss, theirs.origin) == (3.5, 4.5, str(file))
+    assert both["other on server A"].step_ms == (11.0,)
     assert both["other on server A"].tokens_per_s.mid == pytest.approx(600 / 0.011)
+    assert both.table()["loss_change"].isna().tolist()[-2:] == [True, True]
     assert "brought" in both.table().set_index("cell").loc["DeepSpeed", "state"]
     assert f"DeepSpeed: brought from {file}" in repr(both)
 
@@ -218,7 +239,7 @@ def test_a_log_of_megatron_is_read(found, tmp_path):
     file = tmp_path / "a800.log"
     file.write_text(LOG)
     brought = found.add(file)["Megatron-LM on a800"]
-    assert brought.step_ms == (4000.0, 4200.0)
+    assert brought.step_ms == (4100.0,)
     assert brought.tokens_per_s.mid == pytest.approx(16 * 4096 / 4.1)
     assert (brought.work["gpus"], brought.loss, brought.peak_gib) == (8, 9.5, 30)
 

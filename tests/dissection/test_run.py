@@ -13,7 +13,7 @@ import surokit as sk
 from surokit.dissection import run
 from surokit.dissection.cell import Cell
 from surokit.dissection.job import Job, Tokens, machine_of
-from surokit.dissection.settings import AGAIN, BASELINE, Setting
+from surokit.dissection.settings import BASELINE, Setting
 from surokit.launching.outcome import LaunchError
 from tests.dissection.cells import cell
 from tests.dissection.sources import fails, hangs
@@ -22,7 +22,8 @@ from tests.refusals import refused
 CONFIG = sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=64, max_length=64)
 HERE = machine_of(torch.device("cpu"))
 OVER: dict[str, Any] = {"recompute": ("none", "full")}
-OPTIONS: dict[str, Any] = {"over": OVER, "steps": 5, "device": "cpu"}
+OPTIONS: dict[str, Any] = {"over": OVER, "steps": 5, "rounds": 1, "device": "cpu"}
+ONE = {**cell("x", step_ms=(60.0,)).__dict__, "machine": HERE}
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +37,16 @@ def job(source=CONFIG, **changes):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Three cells, each measured in a process of its own."""
+    """Two cells, each measured twice, in processes of its own."""
     folder = tmp_path_factory.mktemp("dissections") / "tiny"
-    return sk.dissect(CONFIG, (2, 32), folder=folder, **OPTIONS), folder
+    return sk.dissect(CONFIG, (2, 32), folder=folder, **{**OPTIONS, "rounds": 2}), folder
 
 
 def test_cells_are_measured_in_processes_and_kept(measured, capsys):
     found, folder = measured
-    assert [c.name for c in found.cells] == [BASELINE, "recompute=full", AGAIN]
+    assert [c.name for c in found.cells] == [BASELINE, "recompute=full"]
+    assert [len(c.step_ms) for c in found.cells] == [2, 2]
+    assert [c.work["loss_range"] for c in found.cells] == [0, 0]
     assert all(c.is_measured for c in found.cells)
     assert len({c.losses for c in found.cells}) == 1
     assert found["recompute=full"].peak_gib < found[BASELINE].peak_gib
@@ -57,11 +60,11 @@ def test_cells_are_measured_in_processes_and_kept(measured, capsys):
 
 def test_a_second_call_measures_what_is_missing(measured, capsys, monkeypatch):
     found, folder = measured
-    asked = []
+    asked, again = [], {**ONE, "work": found[BASELINE].work}
 
     def launched(function, job, limit_s):
         asked.append(job.setting.recompute)
-        return {**cell("x").__dict__, "machine": HERE}
+        return again
 
     monkeypatch.setattr(run, "launched", launched)
     assert sk.dissect(CONFIG, (2, 32), folder=folder, **OPTIONS).cells == found.cells
@@ -69,8 +72,64 @@ def test_a_second_call_measures_what_is_missing(measured, capsys, monkeypatch):
     (folder / "cells" / "recompute=full.json").unlink()
     sk.dissect(CONFIG, (2, 32), folder=folder, **OPTIONS)
     assert asked == ["full"]
-    assert "2 cells of 3 measured before" in capsys.readouterr().err
+    assert "1 cell of 2 measured before" in capsys.readouterr().err
+    apart = sk.Dissection.load(folder)
+    assert "recompute=full was measured in another call than the baseline" in repr(apart)
     found["recompute=full"].save(folder / "cells" / "recompute=full.json")
+    assert "another call" not in repr(sk.Dissection.load(folder))
+
+
+def test_all_cells_are_measured_in_turn_and_back(monkeypatch, tmp_path, capsys):
+    jobs = []
+
+    def launched(function, job, limit_s):
+        jobs.append((job.setting.recompute, job.only_timed))
+        return {**ONE, "step_ms": [60.0 + len(jobs)]}
+
+    monkeypatch.setattr(run, "launched", launched)
+    found = dissected(rounds=3, folder=tmp_path / "d")
+    first, later = [("none", False), ("full", False)], [("full", True), ("none", True), ("none", True), ("full", True)]
+    assert jobs == first + later
+    assert found[BASELINE].step_ms == (61.0, 64.0, 65.0)
+    assert found["recompute=full"].step_ms == (62.0, 63.0, 66.0)
+    assert "3 rounds of all cells in turn, too few rounds to trust" in repr(found)
+    assert "up to 1.07 times as long in one round as in another" in repr(found)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "surokit: round 1 of 3, 6 measurements left: baseline"
+    assert lines[5].startswith("surokit: round 3 of 3, 1 measurement left: recompute=full, about ")
+    again = dissected(rounds=4, folder=tmp_path / "d")
+    assert len(jobs) == 8
+    assert [len(c.step_ms) for c in again.cells] == [4, 4]
+
+
+def test_a_round_that_fails_leaves_those_before(monkeypatch):
+    failed = LaunchError("Rank 0 failed with ValueError: no\ntraceback", 0, "failed")
+    jobs = outcomes(monkeypatch, ONE, ONE, failed, ONE, ONE, ONE)
+    found = dissected(rounds=2)
+    assert len(jobs) == 4
+    full = found["recompute=full"]
+    assert full.is_measured
+    assert len(full.step_ms) == 1
+    assert full.why == "round 2 was not measured: Rank 0 failed with ValueError: no"
+
+
+def test_the_order_of_cells_is_that_of_the_calls(monkeypatch, tmp_path):
+    outcomes(monkeypatch)
+    dissected(folder=tmp_path / "d")
+    dissected(folder=tmp_path / "d", over={"attention": ("auto", "math")})
+    names = [BASELINE, "recompute=full", "attention=math"]
+    for file in sorted((tmp_path / "d" / "cells").iterdir()):  # as a copy may have them
+        file.touch()
+    found = sk.Dissection.load(tmp_path / "d")
+    assert [c.name for c in found.cells] == names
+    assert found.baseline.name == BASELINE
+
+
+def test_a_model_that_is_made_anew_differently_is_refused(monkeypatch):
+    other = {**ONE, "work": {**ONE["work"], "weights": "others"}}
+    outcomes(monkeypatch, ONE, other)
+    with refused(ValueError):
+        dissected()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +141,7 @@ def test_a_second_call_measures_what_is_missing(measured, capsys, monkeypatch):
         {"lr": 1.0},
         {"what": "tune"},
         {"over": {"recompute": ("full", "none")}},
+        {"over": {"zero": (0, 2)}},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -108,6 +168,20 @@ def test_a_process_that_fails_or_hangs():
         run.launched(run.measured, job(hangs), 4)
 
 
+def test_a_trainer_in_a_process_of_its_own_trains_in_one():
+    pytest.importorskip("accelerate")
+    found = run.launched(run.measured, job(engine="trainer"), 600)
+    assert found["state"] == "measured"
+    assert "communication" not in {row["part"] for row in found["profile"]["parts"]}
+    assert not [row for row in found["profile"]["ops"] if "c10d" in row["op"]]
+
+
+def test_one_of_several_that_runs_out_of_memory_ends_all():
+    found = dissected(over={"gpus": (2,)}, gib=0.002)
+    assert [c.state for c in found.cells] == ["does not fit"]
+    assert found.cells[0].why.startswith("Memory ran out while the model was made, with 0.001 GiB")
+
+
 # -- what becomes of a cell
 
 
@@ -118,7 +192,7 @@ def outcomes(monkeypatch, *found):
 
     def launched(function, job, limit_s):
         jobs.append((function.__name__, job.setting.batch))
-        made = left.pop(0) if left else 1 if function is run.searched else {**cell("x").__dict__, "machine": HERE}
+        made = left.pop(0) if left else 1 if function is run.searched else ONE
         if isinstance(made, BaseException):
             raise made
         return made
@@ -132,17 +206,18 @@ def dissected(**options):
 
 
 def test_a_cell_that_fails_or_is_late_is_a_row_and_is_measured_again(monkeypatch, tmp_path):
-    one = {**cell("x").__dict__, "machine": HERE}
     failed = LaunchError("Rank 0 failed with ValueError: no\ntraceback", 0, "failed")
-    outcomes(monkeypatch, one, failed, TimeoutError("The cell took"))
-    found = dissected(folder=tmp_path / "d")
+    over = {"recompute": ("none", "full"), "attention": ("auto", "math")}
+    outcomes(monkeypatch, ONE, failed, TimeoutError())
+    found = dissected(folder=tmp_path / "d", over=over, together=False, limit_s=50)
     assert [(c.state, c.why) for c in found.cells] == [
         ("measured", ""),
         ("failed", "Rank 0 failed with ValueError: no"),
-        ("late", "The cell took"),
+        ("late", "It took longer than 50 s: raise limit_s, or give it less work."),
     ]
     jobs = outcomes(monkeypatch)
-    assert [c.state for c in dissected(folder=tmp_path / "d").cells] == ["measured"] * 3
+    again = dissected(folder=tmp_path / "d", over=over, together=False)
+    assert [c.state for c in again.cells] == ["measured"] * 3
     assert len(jobs) == 2
 
 
@@ -159,28 +234,30 @@ def test_a_process_that_the_system_ends_did_not_fit(monkeypatch):
     assert first.state == "does not fit"
     assert first.why.startswith("Memory ran out and the system ended the process, with 2 GiB")
     assert first.planned["terms"]["activations"] > 0
+    outcomes(monkeypatch, ONE, LaunchError("Rank 0 was killed by SIGSEGV.", 0, "killed"))
+    assert dissected().cells[1].state == "failed"
 
 
 def test_an_interrupt_keeps_the_cells_that_were_measured(monkeypatch, capsys, tmp_path):
-    outcomes(monkeypatch, {**cell("x").__dict__, "machine": HERE}, KeyboardInterrupt())
+    outcomes(monkeypatch, ONE, KeyboardInterrupt())
     found = dissected(folder=tmp_path / "d")
     assert [c.name for c in found.cells] == [BASELINE]
     assert "interrupted; cells that were measured are kept" in capsys.readouterr().err
     assert len(sk.Dissection.load(tmp_path / "d").cells) == 1
-    outcomes(monkeypatch, None)  # asked to stop between two steps
+    outcomes(monkeypatch, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         dissected()
 
 
 def test_what_did_not_fit_is_tried_again_with_more_memory(monkeypatch, tmp_path):
     none = {"state": "does not fit", "why": "Memory ran out.", "machine": HERE, "memory": {"limit_gib": 1.0}}
-    outcomes(monkeypatch, none, none, none)
+    outcomes(monkeypatch, none, none)
     assert {c.state for c in dissected(folder=tmp_path / "d", gib=1.0).cells} == {"does not fit"}
     assert outcomes(monkeypatch) == []
     assert {c.state for c in dissected(folder=tmp_path / "d", gib=1.0).cells} == {"does not fit"}
     jobs = outcomes(monkeypatch)
     assert {c.state for c in dissected(folder=tmp_path / "d", gib=2.0).cells} == {"measured"}
-    assert len(jobs) == 3
+    assert len(jobs) == 2
 
 
 def test_a_full_disk_is_said_and_keeps_what_was_written(monkeypatch, tmp_path):
@@ -201,16 +278,34 @@ def test_a_full_disk_is_said_and_keeps_what_was_written(monkeypatch, tmp_path):
 
 def test_the_largest_batch_is_found_in_one_process_and_measured_in_another(monkeypatch):
     none = {"state": "does not fit", "why": "Memory ran out.", "machine": HERE}
-    fits = {**cell("x").__dict__, "machine": HERE}
-    jobs = outcomes(monkeypatch, 16, none, none, fits)
-    first = dissected(over={"batch": ("largest",)}).cells[0]
-    assert jobs[:4] == [("searched", "largest"), *(("measured", n) for n in (16, 12, 9))]
+    fits = {**ONE, "work": {**ONE["work"], "batch": 9}}
+    jobs = outcomes(monkeypatch, 16, none, none, fits, ONE)
+    first = dissected(over={"batch": ("largest",)}, rounds=2).cells[0]
+    assert jobs == [("searched", "largest"), *(("measured", n) for n in (16, 12, 9)), ("measured", 9)]
     assert first.state == "measured"
     assert first.setting["batch"] == "largest"
     jobs = outcomes(monkeypatch, 0, none)
     first = dissected(over={"batch": ("largest",)}).cells[0]
-    assert jobs[:2] == [("searched", "largest"), ("measured", 1)]
+    assert jobs == [("searched", "largest"), ("measured", 1)]
     assert first.state == "does not fit"
+    outcomes(monkeypatch, LaunchError("Rank 0 was killed by SIGKILL, often for lack of memory.", 0, "killed"))
+    assert dissected(over={"batch": ("largest",)}).cells[0].state == "does not fit"
+
+
+def test_the_largest_batch_of_several_processes_is_tried_in_new_ones(monkeypatch):
+    tried = []
+
+    def launched(function, job, limit_s):
+        if function is run.measured:
+            return ONE
+        tried.append(job.setting.batch)
+        if job.setting.batch > 5:
+            raise LaunchError("Rank 1 failed with MemoryError: can't allocate memory\ntraceback", 1, "failed")
+        return True
+
+    monkeypatch.setattr(run, "launched", launched)
+    dissected(over={"batch": ("largest",), "gpus": (2,)})
+    assert tried == [1, 2, 4, 8, 6, 5]
 
 
 def test_a_combination_that_contradicts_itself_is_a_row(monkeypatch):
@@ -224,8 +319,8 @@ def test_progress_tells_which_cell_and_how_long(monkeypatch, capsys):
     outcomes(monkeypatch)
     dissected()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "surokit: cell 1 of 3: baseline"
-    assert lines[1].startswith("surokit: cell 2 of 3: recompute=full, about ")
+    assert lines[0] == "surokit: 2 measurements left: baseline"
+    assert lines[1].startswith("surokit: 1 measurement left: recompute=full, about ")
 
 
 def test_several_sizes_are_a_switch(monkeypatch):
@@ -246,7 +341,7 @@ def test_several_sizes_are_a_switch(monkeypatch):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"what": "serve"}, {"steps": 0}, {"steps": True}, {"limit_s": 0}, {"gib": -1}, {"device": "abacus"}],
+    [{"what": "serve"}, {"steps": 0}, {"rounds": True}, {"limit_s": 0}, {"gib": -1}, {"device": "abacus"}],
     ids=str,
 )
 def test_arguments(changes):
@@ -265,6 +360,12 @@ def test_batches_of_wrong_shapes():
     for one in ({"input_ids": ids, "labels": ids[:1]}, {"input_ids": ids[0]}, {"input_ids": ids[:, :0]}):
         with pytest.raises(ValueError, match="both of one shape"):
             sk.dissect(CONFIG, one, **OPTIONS)
+
+
+def test_batches_with_more_than_ids_and_labels():
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    with refused(ValueError):
+        sk.dissect(CONFIG, {"input_ids": ids, "attention_mask": ids}, **OPTIONS)
 
 
 def test_batches_are_one_stream_of_tokens():
