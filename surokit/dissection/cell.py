@@ -25,7 +25,8 @@ class Cell:
     state: "measured", "does not fit", "refused" (settings contradict each other), "failed" or "late" (beyond the limit of a
         cell), and `why` in a sentence.
     work: batch, length, accumulate, gpus and tokens_per_step; weights (a digest before the first step), parameters, trained;
-        loss_range, by how much the last loss differed between rounds.
+        changed, a sentence, where another library's engine had other weights at its first step; loss_range, by how much the
+        last loss differed between rounds.
     step_ms: the mean time of a step in each round, without the profiler. losses: of each step of the first round, the warm-up's
         among them. calls: when the call began that measured each round.
     memory: bytes of a process: "rest" by term (what is held between steps), "phases" (the most in forward, backward, optimizer),

@@ -261,6 +261,11 @@ class Dissection:
         }
         if len(weights) > 1:
             found.append("the cells did not start from the same weights, so their losses cannot be compared")
+        found += [
+            f"{cell.name}: its engine changed the weights before the first step: {cell.work['changed']}"
+            for cell in self.cells
+            if cell.work.get("changed")
+        ]
         found += self._rounds()
         if busy := [cell.name for cell in self.cells if cell.cores_in_use > BUSY]:
             found.append(f"other programs used the processor while {', '.join(busy)} ran, so their times say little")

@@ -1,5 +1,5 @@
 """Train as other libraries do, from the same weights and adapters on the same tokens: transformers in a plain loop, with PEFT and
-bitsandbytes where an adapter is trained, and transformers' Trainer.
+bitsandbytes where an adapter is trained, transformers' Trainer, and DeepSpeed.
 
 The steps of such a loop are not ours to take one by one, so a `Steps` is told when each begins and ends, and measures between:
 steps that are timed, one that is listened to for its memory, and a few that are profiled.
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from surokit.dissection import memory as memories
+from surokit.dissection.changed import changed, digests
+from surokit.dissection.deepspeed_engine import ZENFLOW, DeepSpeedLoop
 from surokit.dissection.job import Job, build, set_attention
 from surokit.dissection.loop import BETAS, CLIP, DECAY, TorchLoop, recomputed, set_adapters, with_peft
 from surokit.dissection.planned import figures_of
@@ -28,10 +30,15 @@ from surokit.models import Decoder, save
 from surokit.planner import Plan, plan
 from surokit.profiler import Profile, profile
 from surokit.racing.comparability import digest_of
+from surokit.ranks import rank_here
 from surokit.recipe import Lora, find_recipe
 from surokit.train.setup import Vocabulary
 
-NEEDS = {"transformers": ("transformers",), "trainer": ("transformers", "accelerate")}
+NEEDS = {
+    "transformers": ("transformers",),
+    "trainer": ("transformers", "accelerate"),
+    "deepspeed": ("transformers", "deepspeed"),
+}
 
 
 class Foreign(Work):
@@ -49,24 +56,29 @@ class Foreign(Work):
 
     def facts(self) -> dict[str, Any]:
         s = self.job.setting
-        return {**super().facts(), "tokens_per_step": self.batch * s.length * s.accumulate}
+        return {**super().facts(), "tokens_per_step": self.batch * s.length * s.accumulate * s.gpus}
 
     def steps(self) -> dict[str, Any]:
         # all of them: the loop of another library ends when it has taken them
+        self.figures = figures_of(self.planned)  # while the model is whole
         with self.seen.watching():
             if self.job.setting.engine == "trainer":
                 _by_trainer(self.model, self.batches, self.job, self.seen)
             else:
                 _by_hand(self.model, self.batches, self.job, self.seen)
         losses = self.seen.losses[: WARM_UP + self.job.steps]
-        return {"step_ms": [self.seen.ms / self.job.steps], "losses": [float(loss) for loss in losses]}
+        return {
+            "step_ms": [self.seen.ms / self.job.steps],
+            "losses": [float(loss) for loss in losses],
+            "work": {"changed": self.seen.changed} if self.seen.changed else {},
+        }
 
     def observe(self) -> dict[str, Any]:
         s = self.seen
         assert s.profile is not None
-        if self.job.keep:
+        if self.job.keep and rank_here().is_first:
             s.profile.save(self.job.keep)
-        return {"memory": s.memory, "planned": figures_of(self.planned), "profile": summed(s.profile)}
+        return {"memory": s.memory, "planned": self.figures, "profile": summed(s.profile)}
 
     def attempt(self, batch: int) -> None:
         float(_loop(self.model, self.job).step(self._on_device(self._batches(1, batch))))
@@ -74,7 +86,9 @@ class Foreign(Work):
     def _batches(self, steps: int, batch: int) -> list[dict[str, Tensor]]:
         """Return the batches of so many steps, on the CPU."""
         s = self.job.setting
-        return self.job.tokens.batches(steps * s.accumulate, batch, s.length, Vocabulary.of(self.model).size)
+        n = s.gpus
+        every = self.job.tokens.batches(steps * s.accumulate * n, batch, s.length, Vocabulary.of(self.model).size)
+        return every[rank_here().number :: n]  # as a Session's processes: rank r of n reads the batches r, r + n, ...
 
     def _on_device(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         return [{name: ids.to(self.device) for name, ids in one.items()} for one in batches]
@@ -86,6 +100,8 @@ class Foreign(Work):
             "length": s.length,
             "accumulate": s.accumulate,
             "optimizer": s.optimizer,
+            "gpus": s.gpus,
+            "zero": s.zero,
             **changes,
         }
         return plan(self.model, gpu=self.job.gpu, **given)
@@ -142,8 +158,19 @@ def _model(job: Job, device: torch.device) -> tuple[Any, str]:
     return model, weights
 
 
-def _loop(model: nn.Module, job: Job) -> TorchLoop:
-    named = job.setting.optimizer
+def _loop(model: nn.Module, job: Job) -> TorchLoop | DeepSpeedLoop:
+    setting, named = job.setting, job.setting.optimizer
+    if setting.engine == "deepspeed":
+        offload = named in ("offloadadamw", "zenflow")
+        return DeepSpeedLoop(
+            model,
+            job.lr,
+            batch=int(setting.batch),
+            zero=setting.zero or 2 * offload,  # its optimizer is on the host from stage 2 on
+            accumulate=setting.accumulate,
+            offload=offload,
+            zenflow=ZENFLOW if named == "zenflow" else None,
+        )
     return TorchLoop(model, job.lr, optimizer=str(named), eight_bit=named == "adamw8bit")
 
 
@@ -223,6 +250,8 @@ class Steps:
 
     def __init__(self, model: nn.Module, job: Job, device: torch.device) -> None:
         self.model, self.device = model, device
+        self.weights = digests(model)
+        self.changed = ""  # what the engine did to the weights before the first step
         self.listened = WARM_UP + job.steps
         self.profiled = self.listened + 1
         self.total = self.listened if job.only_timed else self.profiled + BEFORE + PROFILED
@@ -241,6 +270,8 @@ class Steps:
 
     def begin(self) -> None:
         number = len(self.losses)
+        if number == 0:
+            self.changed = changed(self.model, self.weights)
         if number == WARM_UP:
             self._began = self._now()
         if number == self.listened:
@@ -251,6 +282,8 @@ class Steps:
     def end(self, loss: Tensor) -> None:
         """End a step."""
         self.losses.append(loss)
+        if self.profile is not None:
+            self.profile.step()  # some engines step an optimizer several times, or none of torch's
         if len(self.losses) == self.listened:
             self.ms = 1e3 * (self._now() - self._began)
         if self._listening is not None:

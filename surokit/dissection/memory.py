@@ -111,7 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Return the bytes that live tensors of this process hold on the model's device, by term; each storage counts once.
 
-    Weights that train, frozen weights with buffers, gradients, optimizer states, and the others.
+    Weights that train, frozen weights with buffers, gradients, optimizer states with masters of weights, and the others.
     """
     gc.collect()
     device = next(model.parameters()).device
@@ -120,7 +120,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str,
         "weights": [p for p in parameters if p.requires_grad],
         "frozen weights": [*(p for p in parameters if not p.requires_grad), *model.buffers()],
         "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": list(_tensors(optimizer.state)) if optimizer is not None else [],
+        "optimizer": [] if optimizer is None else list(_tensors([optimizer.state, optimizer.param_groups])),
     }
     # type() and no isinstance, which would wake what stands in for others
     terms["others"] = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
@@ -179,9 +179,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor: its own, or those of the local part of a divided one."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        yield local.untyped_storage()
-    except (RuntimeError, ValueError):  # a tensor without one: fake, sparse, a wrapper, uninitialized
-        return
+    """Yield the storages of a tensor: its own, or those of the local part of a divided one (of FSDP2, of DeepSpeed)."""
+    for local in (getattr(tensor, "_local_tensor", tensor), getattr(tensor, "ds_tensor", None)):
+        if local is not None:
+            with suppress(RuntimeError, ValueError):  # a tensor without one: fake, sparse, a wrapper, uninitialized
+                yield local.untyped_storage()

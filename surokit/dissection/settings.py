@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from surokit.fusion import Fusion, Recompute
 from surokit.recipe import Recipe, find_recipe
 
-Engine = Literal["surokit", "transformers", "trainer"]
+Engine = Literal["surokit", "transformers", "trainer", "deepspeed"]
 What = Literal["train", "tune", "infer"]
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "eager", "sdpa"]
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "offloadadamw", "zenflow")
@@ -24,7 +24,7 @@ class Setting:
     """A Setting is how one cell of a dissection computes; every field is a switch that `dissect(over=...)` knows.
 
     engine: "surokit"; "transformers", whose model is trained in a plain loop, with PEFT's adapters and bitsandbytes' 4 bits;
-        "trainer", which is its Trainer.
+        "trainer", which is its Trainer; "deepspeed", whose engine trains the model of transformers.
     recipe: a recipe or its name. lora: the rank of an adapter, 0 trains all weights.
     recompute: "none", "selective" (outputs of norm and gate; for our layers it needs fusion="fused") or "full" (each layer).
     attention: whose kernels compute attention: "auto" as the model does; "math" holds all scores; "flash", "efficient", "cudnn" are
@@ -130,6 +130,14 @@ def _contradictions(s: Setting, what: What) -> Iterator[tuple[str, str, str]]:
         for switch, taken in _THEIRS[s.engine].items():
             if label_of(getattr(s, switch)) not in taken:
                 yield named("engine"), named(switch), f"it has {switch}={' or '.join(map(str, taken))} here"
+    if s.engine == "deepspeed":
+        if s.batch == LARGEST:
+            yield named("engine"), named("batch"), "after a step that runs out of memory its engine takes no other"
+        if s.optimizer == "zenflow" and s.zero == 3:
+            yield named("optimizer"), named("zero"), "DeepSpeed's ZenFlow is taken with zero=2 here"
+        if s.optimizer == "zenflow" and s.accumulate > 1:
+            why = "in DeepSpeed's ZenFlow every batch is a step, so make batches larger"
+            yield named("optimizer"), named("accumulate"), why
     if what != "infer" and find_recipe(s.recipe).storage and not s.lora:
         why = "its stored weights do not train, so give an adapter, as what='tune' does"
         yield named("recipe"), named("lora"), why
@@ -171,6 +179,11 @@ _THEIRS: dict[str, dict[str, tuple[Any, ...]]] = {
     }
 }
 _THEIRS["trainer"] = {**_THEIRS["transformers"], "optimizer": ("adamw", "sgd"), "compile": (False,)}
+_THEIRS["deepspeed"] = {
+    **{switch: taken for switch, taken in _THEIRS["trainer"].items() if switch not in ("gpus", "zero")},
+    "recipe": ("bf16",),
+    "optimizer": ("adamw", "offloadadamw", "zenflow"),
+}
 _OF_TRAINING = ("lora", "recompute", "optimizer", "offload_activations", "gpus", "zero", "accumulate", "compile")
 
 

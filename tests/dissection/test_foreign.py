@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import surokit as sk
 from surokit.dissection import foreign
 from surokit.dissection.cell import Cell
+from surokit.dissection.changed import changed, digests
 from surokit.dissection.loop import TorchLoop
 from surokit.dissection.measure import measure, search
 from tests.dissection.test_measure import CONFIG, held, job, peak, values
@@ -89,7 +91,48 @@ def test_the_largest_batch_of_another_engine(monkeypatch):
     assert search(job(source=decoder, engine="transformers", batch="largest")) == 3
 
 
-def test_a_library_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(foreign, "find_spec", lambda name: None)
+@pytest.mark.parametrize("engine", ["transformers", "deepspeed"])
+def test_a_library_that_is_not_there(monkeypatch, engine):
+    monkeypatch.setattr(foreign, "find_spec", lambda name: None if name == engine else "there")
     with refused(ImportError):
-        measure(job(engine="transformers"))
+        measure(job(engine=engine))
+
+
+# -- an engine that does not leave the weights as they are
+
+
+def turned(p):
+    return p.t().reshape(p.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (turned, "holds its transpose in the old shape"),
+        (lambda p: p.t(), "is transposed"),
+        (lambda p: p.to(torch.float64), "is float64 now"),
+        (lambda p: p + 1, "has other values"),
+    ],
+)
+def test_changed_weights_are_named(change, said):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(4, 2))
+    before = digests(model)
+    assert changed(model, before) == ""
+    model[1].weight.data = change(model[1].weight.data)
+    assert changed(model, before) == f"1 of 4 parameters are others than before, the first 1.weight, which {said}"
+    assert changed(torch.nn.Sequential(model[0]), before) == "2 of 4 parameters have other names, the first 1.weight"
+
+
+def test_a_cell_says_what_its_engine_changed(monkeypatch):
+    real = TorchLoop.__init__
+
+    def scrambled(self, model, *given, **options):
+        real(self, model, *given, **options)
+        for p in self.parameters:
+            p.data = turned(p.data) if p.ndim == 2 else p.data
+
+    monkeypatch.setattr(TorchLoop, "__init__", scrambled)
+    found = measured(engine="transformers")
+    (note,) = [note for note in sk.Dissection([found]).notes if "its engine" in note]
+    assert note == f"a cell: its engine changed the weights before the first step: {found.work['changed']}"
+    assert "which holds its transpose in the old shape" in note
