@@ -162,8 +162,16 @@ def make_parser() -> argparse.ArgumentParser:
     dissection = commands.add_parser(
         "dissection", help="each optimization of a 135M shape alone: training, fine-tuning or generation"
     )
-    dissection.add_argument("--what", choices=("train", "tune", "infer"), default="train", help="(default train)")
+    dissection.add_argument(
+        "--what", choices=("train", "zero", "tune", "infer"), default="train", help="(default train)"
+    )
     dissection.add_argument("--folder", type=Path, help="keeps the cells; the same command goes on")
+
+    zenflow = commands.add_parser(
+        "zenflow", help="losses of ZenFlow here and in DeepSpeed, of the same schedule, over steps of a small decoder"
+    )
+    zenflow.add_argument("--steps", type=int, default=400, help="of each run (default 400)")
+    zenflow.add_argument("--seeds", type=int, default=3, help="of weights and batches (default 3)")
 
     compiled = commands.add_parser(
         "compiled", help="what the Triton kernels compile to without a GPU: registers, spills"
@@ -232,6 +240,7 @@ def make_parser() -> argparse.ArgumentParser:
         predicted,
         scaling,
         dissection,
+        zenflow,
         compiled,
         watching,
         overhead,

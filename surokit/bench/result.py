@@ -176,6 +176,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "deferral",
         "spans",
         "dissection",
+        "zenflow",
     ):
         if part in data:
             return cast("Callable[[Mapping[str, Any]], str]", _module(part).table)
@@ -198,9 +199,8 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
-    return _module(
-        next((part for part in ("peers", "deferral", "spans", "predicted", "dissection") if part in data), "study")
-    )
+    known = ("peers", "deferral", "spans", "predicted", "dissection", "zenflow")
+    return _module(next((part for part in known if part in data), "study"))
 
 
 def fingerprint(shown: Any) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
-from surokit.dissection.loop import BETAS, CLIP, decayed
+from surokit.dissection.loop import BETAS, CLIP, DECAY, decayed
 from surokit.offload.zenflow import SELECT_EVERY
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
@@ -41,7 +41,7 @@ class DeepSpeedLoop:
 
     Every process of a launch makes one, and takes steps on batches of its own of `batch` rows, `accumulate` a step. zero: ZeRO's
     stage. offload: AdamW on the host, DeepSpeed's own; torch's otherwise. zenflow: the block of that name, which needs offload.
-    decay: of matrices; the others have none.
+    decay: of matrices; the others have none, but in ZenFlow, whose hot parameters have one decay.
 
     ImportError where its AdamW has to be compiled, and nothing here compiles.
     """
@@ -56,7 +56,7 @@ class DeepSpeedLoop:
         accumulate: int = 1,
         offload: bool = False,
         zenflow: Mapping[str, Any] | None = None,
-        clip: float = CLIP,
+        decay: float = DECAY,
     ) -> None:
         first = next(model.parameters())
         self.device = first.device
@@ -65,12 +65,12 @@ class DeepSpeedLoop:
             check_compiles()
         _join(deepspeed)
         trained = [p for p in model.parameters() if p.requires_grad]
-        parameters = decayed(trained)
+        parameters = decayed(trained, decay)
         bucket = min(BUCKET, sum(p.numel() for p in trained))  # a larger one is allocated, and never full
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": batch,
             "gradient_accumulation_steps": accumulate,
-            "gradient_clipping": clip,
+            "gradient_clipping": CLIP,
             "bf16": {"enabled": first.dtype == torch.bfloat16},
             "zero_optimization": {"stage": zero, "reduce_bucket_size": bucket},
             "steps_per_print": 10**9,
@@ -78,7 +78,7 @@ class DeepSpeedLoop:
         given: dict[str, Any] = {"model_parameters": parameters}
         if offload:
             config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
-            config["optimizer"] = {"type": "AdamW", "params": {"lr": lr, "betas": BETAS}}
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": lr, "betas": BETAS, "weight_decay": decay}}
         else:
             given = {"optimizer": torch.optim.AdamW(parameters, lr=lr, betas=BETAS)}
         if zenflow is not None:

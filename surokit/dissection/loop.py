@@ -61,10 +61,10 @@ class TorchLoop:
         return found
 
 
-def decayed(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+def decayed(parameters: Sequence[Tensor], decay: float = DECAY) -> list[dict[str, Any]]:
     """Return groups of parameters, matrices with a weight decay and the others without."""
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

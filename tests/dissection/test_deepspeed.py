@@ -15,7 +15,7 @@ from tests.refusals import refused
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
 
-BASE = Job(Setting(batch=2, length=32), decoder, Tokens(seed=3), 2, 0, 1e-3, None, "cpu")
+BASE = Job(Setting(batch=2, length=32, gpus=2), decoder, Tokens(seed=3), 2, 0, 1e-3, None, "cpu")
 CHANGES = ({"zero": 2}, {"zero": 3, "accumulate": 2, "recompute": "full"})
 
 
