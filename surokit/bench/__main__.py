@@ -166,6 +166,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--what", choices=("train", "zero", "tune", "infer"), default="train", help="(default train)"
     )
     dissection.add_argument("--folder", type=Path, help="keeps the cells; the same command goes on")
+    dissection.add_argument("--rounds", type=int, default=5, help="of all cells (default 5)")
+    dissection.add_argument("--small", action="store_true", help="a tiny shape, to try it")
 
     zenflow = commands.add_parser(
         "zenflow", help="losses of ZenFlow here and in DeepSpeed, of the same schedule, over steps of a small decoder"

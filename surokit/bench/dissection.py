@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.statistics import ROUNDS
+
 if TYPE_CHECKING:
     from surokit.dissection.dissection import Dissection
 
@@ -44,8 +46,8 @@ CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def run(what: str = "train", folder: Path | None = None) -> dict[str, Any]:
-    """Measure the cells that the folder lacks, and return the raw result of all of them."""
+def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, small: bool = False) -> dict[str, Any]:
+    """Measure the cells that the folder lacks, and return the raw result of all of them. small: a tiny shape, to try it."""
     import surokit as sk
     from surokit import texts
     from surokit.environment import environment
@@ -56,10 +58,11 @@ def run(what: str = "train", folder: Path | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as own:
         place = folder or Path(own) / what
         for call in CALLS[what]:
-            sk.dissect(shape(), batches, what=_what(what), steps=STEPS, folder=place, **call)
+            sk.dissect(shape(small), batches, what=_what(what), steps=STEPS, rounds=rounds, folder=place, **call)
         found = sk.Dissection.load(place)
+    shape_of = "a tiny shape" if small else "the shape of SmolLM2-135M"
     return {
-        "benchmark": f"dissection of {what}: the shape of SmolLM2-135M, {LENGTH} tokens of Shakespeare a sequence",
+        "benchmark": f"dissection of {what}: {shape_of}, {LENGTH} tokens of Shakespeare a sequence",
         "settings": {"timed steps a round": STEPS, "the largest batch takes at most": f"{GIB:g} GiB"},
         "environment": environment(),
         "dissection": {"head": found.head, "cells": [asdict(cell) for cell in found.cells]},
@@ -71,10 +74,12 @@ def _what(what: str) -> Any:
     return "train" if what == "zero" else what
 
 
-def shape() -> Any:
-    """Return the configuration of SmolLM2-135M, as its config.json has it."""
+def shape(small: bool = False) -> Any:
+    """Return the configuration of SmolLM2-135M, as its config.json has it, or a tiny one."""
     import surokit as sk
 
+    if small:
+        return sk.DecoderConfig(layers=1, width=64, heads=2, kv_heads=1, ffn=128, vocab=1024, max_length=512)
     return sk.DecoderConfig(
         layers=30, width=576, heads=9, kv_heads=3, ffn=1536, vocab=49152, max_length=2048, tied=True, norm_eps=1e-5
     )

@@ -4,9 +4,9 @@ eight minutes.
     python -m surokit.bench hour --out gpu-hour --minutes 60
 
 A step is a command in a process of its own, which is ended at its limit. Its measurements are in its file at once (those of
-`kernels`, `memory` and `calibration` at their end), its printed text in its log. `status.json` says of each step whether it
-is waiting, running, done, failed or cut off, for how many seconds it ran and what went wrong; it is written whole after
-every change. The same command goes on where the last one ended, however that ended: a step that is done is not repeated,
+`kernels`, `memory`, `calibration` and `dissection` at their end), its printed text in its log. `status.json` says of each step
+whether it is waiting, running, done, failed or cut off, for how many seconds it ran and what went wrong; it is written whole
+after every change. The same command goes on where the last one ended, however that ended: a step that is done is not repeated,
 one that was cut off goes on, and one that failed is named and tried once more only where --again asks.
 
 A step that writes a file as it goes (results_store.py) may take several calls. One that adds nothing to its file until its
@@ -120,6 +120,7 @@ def steps() -> tuple[HourStep, ...]:
     offload = _bench("offload", "--minutes", "{minutes}", "--out", "{out}/offload.json")
     memory = _bench("memory", "--out", "{out}/memory.json")
     ceilings = _bench("ceilings", "--out", "{out}/ceilings.json")
+    dissection = _bench("dissection", "--folder", "{out}/dissection", "--out", "{out}/dissection.json", "--rounds", "1")
     peers = _bench("peers", "--minutes", "{minutes}", "--out", "{out}/peers.json")
     return (
         _gpu("smoke", "a small step of every recipe against the definition", "smoke", minutes=3.0, once=True),
@@ -155,6 +156,13 @@ def steps() -> tuple[HourStep, ...]:
             (*ceilings, "--seconds", "0.1"),
             minutes=3.0,
             file="ceilings.json",
+        ),
+        HourStep(
+            "dissection",
+            "each optimization of a 135M shape alone",
+            dissection,
+            (*dissection, "--what", "tune", "--small"),
+            file="dissection.json",
         ),
         _gpu("rest", "the rest of the benchmark"),
         HourStep(

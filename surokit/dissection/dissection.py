@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from surokit.dissection.brought import brought
 from surokit.dissection.cell import Cell
-from surokit.dissection.effect import Effect, effects, switches_of
+from surokit.dissection.effect import Effect, Pair, effects, switches_of
 from surokit.dissection.settings import BASELINE, WORK
 from surokit.profiler.analysis.parts import IN_LAYERS, ORDER
 from surokit.statistics import ROUNDS, TOO_FEW
@@ -214,9 +214,10 @@ class Dissection:
             row = self._step_row(cell)
             rate, base = cell.tokens_per_s, self._same_work(cell)
             interval = "" if rate is None or not rate.known else f"{rate.low:,.0f} to {rate.high:,.0f}"
-            gain = ""
-            if rate is not None and base is not None and base.tokens_per_s is not None and base is not cell:
-                gain = f"{rate.mid / base.tokens_per_s.mid:.2f} x"
+            speed = None if base is None or base is cell else Pair(base, cell).speed
+            gain = "" if speed is None else f"{speed.mid:.2f} x"
+            if speed is not None and speed.known:
+                gain += f", {speed.low:.2f} to {speed.high:.2f}"
             rows.append(
                 [
                     _label(cell, self._has_machines),

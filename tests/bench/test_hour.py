@@ -88,8 +88,8 @@ def states(folder):
 
 def test_the_steps_are_in_the_order_in_which_they_are_needed():
     names = [step.name for step in hour.steps()]
-    assert names[:6] == ["smoke", "must", "kernels", "offload", "memory", "calibration"]
-    assert names[6:] == ["rest", "peers", "tests-device", "tests-kernels", "tests-others"]
+    assert names[:7] == ["smoke", "must", "kernels", "offload", "memory", "calibration", "dissection"]
+    assert names[7:] == ["rest", "peers", "tests-device", "tests-kernels", "tests-others"]
     assert all(step.minutes <= hour.MOST_MIN for step in hour.steps())
 
 
@@ -128,7 +128,10 @@ def test_steps_of_the_hour_on_a_processor(tmp_path, capsys):
         **dict.fromkeys((step.name for step in hour.steps()), "waiting"),
         **dict.fromkeys(("smoke", "calibration", "tests-device"), "done"),
     }
-    assert "Left: must, kernels, offload, memory, rest, peers, tests-kernels, tests-others." in capsys.readouterr().out
+    assert (
+        "Left: must, kernels, offload, memory, dissection, rest, peers, tests-kernels, tests-others."
+        in capsys.readouterr().out
+    )
     smoke = json.loads((folder / "gpu.json").read_text())
     assert smoke["gpu"]["smoke/bf16 lora"]["fused"]["ok"]
     assert json.loads((folder / "ceilings.json").read_text())["ceilings"]["gpu"]["ceilings"]["bf16_tflops"] > 0

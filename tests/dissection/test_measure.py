@@ -74,7 +74,8 @@ def test_a_cell_has_its_work_steps_memory_plan_and_profile(baseline):
     assert len(baseline.losses) == STEPS + WARM_UP
     assert held(baseline, "weights") == 2 * parameters
     assert held(baseline, "optimizer") == pytest.approx(4 * parameters, rel=0.01)  # two moments in bfloat16, and steps
-    assert held(baseline, "gradients") == held(baseline, "frozen weights") - held(baseline, "frozen weights") == 0
+    assert held(baseline, "gradients") == 0
+    assert held(baseline, "frozen weights") == sum(b.nbytes for b in sk.Decoder(CONFIG).buffers())
     assert set(baseline.memory["phases"]) == {"forward", "backward", "optimizer"}
     assert baseline.memory["peak"] > sum(baseline.memory["rest"].values())
     assert baseline.planned["peak"] == pytest.approx(peak(baseline), rel=0.06)
