@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-Level = Literal["step", "phase", "module", "operator"]
+Level = Literal["step", "phase", "module", "operator", "communication"]
 FORMAT = 2
 BUSY = 0.5  # cores that others use, from which a cell on a CPU is called disturbed
 HEAD, CELLS, PROFILES = "dissection.json", "cells", "profiles"
@@ -110,10 +110,12 @@ class Dissection:
         "step": one row a cell: tokens_per_s with its interval low to high, step_ms, planned_ms, peak_gib, planned_gib, idle
             (share), loss, loss_change against the baseline of the same work, state, why.
         "phase": one row a cell: forward, backward, optimizer, other, in ms, which sum to step; the share of each in which the
-            device was idle; exposed_communication in ms.
+            device was idle; communication in ms: exposed, in which nothing else ran, and overlapped.
         "module": one row a part of the decoder, in ms with the time in which it was waited; one column a cell. The rows sum to
         the step.
         "operator": the same by operator, on a GPU by kernel, with idle as a row of its own.
+        "communication": one row a cell, collective and size: cell, collective, bytes, calls and ms a step; ms is from begin to
+        end, with what is waited for other processes, and may pass while the process computes, so that it sums to nothing.
 
         cell: for "module" and "operator", one cell with the columns forward_ms, backward_ms, idle_ms (module), ms and share.
         Times by phase, module and operator are those of profiled steps times `scale`, so that they sum to a step without the
@@ -129,16 +131,22 @@ class Dissection:
         profiled = [one for one in self.cells if one.profile]
         if level == "phase":
             return pandas.DataFrame([{"cell": _label(one, several), **_phases(one)} for one in profiled])
-        rows = _module_rows if level == "module" else _operator_rows
+        if level == "communication":
+            chosen = profiled if cell is None else [self[cell]]
+            rows = [
+                {"cell": _label(one, several), **row} for one in chosen for row in one.profile.get("collectives", ())
+            ]
+            return pandas.DataFrame(rows, columns=["cell", "collective", "bytes", "calls", "ms"])
+        rows_of = _module_rows if level == "module" else _operator_rows
         if cell is not None:
             one = self[cell]
             if not one.profile:
                 raise ValueError(
                     f"table({level!r}, cell={cell!r}): the cell has no profile, since it is '{one.state}'."
                 )
-            return pandas.DataFrame(rows(one))
+            return pandas.DataFrame(rows_of(one))
         key = "part" if level == "module" else "operator"
-        columns = {_label(one, several): {row[key]: row["ms"] for row in rows(one)} for one in profiled}
+        columns = {_label(one, several): {row[key]: row["ms"] for row in rows_of(one)} for one in profiled}
         order = (
             list(ORDER)
             if level == "module"
@@ -358,26 +366,21 @@ def _phases(cell: Cell) -> dict[str, float]:
     if (prefill := cell.profile.get("prefill")) is not None:
         idle = {"prefill_idle": prefill["idle_ms"] / prefill["wall_ms"], "decode_idle": cell.idle or 0.0}
         return {"prefill": cell.prefill_ms or 0.0, "decode": cell.ms or 0.0, **idle}
-    wall = {name: cell.profile["phases_ms"][name] for name in _PHASES}
-    busy = {
-        "forward": sum(part["forward_ms"] for part in cell.profile["parts"] if part["part"] in _MODEL),
-        "backward": sum(part["backward_ms"] for part in cell.profile["parts"]),
-        "optimizer": sum(
-            part["ms"] for part in cell.profile["parts"] if part["part"] in ("optimizer", "gradient clipping")
-        ),
-    }
-    other = cell.profile["wall_ms"] - sum(wall.values())
-    times = {name: ms * cell.scale for name, ms in {**wall, "other": other}.items()}
-    shares = {f"{name}_idle": max(0.0, 1 - busy[name] / wall[name]) if wall[name] else 0.0 for name in _PHASES}
+    p = cell.profile
+    wall = {name: p["phases_ms"][name] for name in _PHASES}
+    times = {name: ms * cell.scale for name, ms in {**wall, "other": p["wall_ms"] - sum(wall.values())}.items()}
+    known = p.get("phases_idle_ms")  # of cells that were measured since it is known
     return {
         **times,
         "step": sum(times.values()),
-        **shares,
-        "exposed_communication": cell.profile["comm_exposed_ms"] * cell.scale,
+        **(
+            {}
+            if known is None
+            else {f"{name}_idle": known[name] / wall[name] if wall[name] else 0.0 for name in _PHASES}
+        ),
+        "exposed_communication": p["comm_exposed_ms"] * cell.scale,
+        "overlapped_communication": (p["comm_ms"] - p["comm_exposed_ms"]) * cell.scale,
     }
-
-
-_MODEL = frozenset(ORDER[: ORDER.index("loss") + 1]) | {"other"}
 
 
 def _module_rows(cell: Cell) -> list[dict[str, Any]]:

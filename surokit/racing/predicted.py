@@ -29,6 +29,7 @@ from surokit.layers import linear_layers, recipe_layers
 from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.profiler import profile
+from surokit.profiler.analysis.parts import PRODUCT_KERNELS
 from surokit.quantized import quantize
 from surokit.quantizer import Quantizer
 from surokit.racing.runs import Prediction
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 _PRODUCTS = re.compile(
     r"aten::(_?scaled_mm|addmm_?|mm|matmul|linear|_scaled_grouped_mm|mkldnn_linear)(_out|_v2)?$|mkldnn::_linear"
 )
-_KERNELS = re.compile(r"gemm|cutlass|nvjet|xmma|wgmma|cublas", re.IGNORECASE)
 _NO_KERNELS = re.compile(r"fmha|flash|attention|sdpa|cudnn_generated", re.IGNORECASE)
 _RUN_S = 0.15  # time for one layer's measurement
 _REPEATS = 3  # at least
@@ -85,7 +85,7 @@ def products_ms(found: Profile) -> float:
 
 def _is_product(name: str, kernel: bool) -> bool:
     if kernel:
-        return bool(_KERNELS.search(name)) and not _NO_KERNELS.search(name)
+        return bool(PRODUCT_KERNELS.search(name)) and not _NO_KERNELS.search(name)
     return bool(_PRODUCTS.match(name))
 
 

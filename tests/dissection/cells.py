@@ -28,8 +28,10 @@ def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):
             "other": 0.0,
             "data": 0.0,
         },
-        "comm_exposed_ms": 0.0,
-        "comm_ms": 0.0,
+        "phases_idle_ms": {"forward": idle, "backward": 0.0, "optimizer": 0.0, "other": 0.0, "data": 0.0},
+        "comm_exposed_ms": 1.0,
+        "comm_ms": 3.0,
+        "collectives": [{"collective": "all_gather", "bytes": 4096, "calls": 2.0, "ms": 3.0}],
         "activity": "cpu",
         "parts": [dict(zip(PARTS, row)) for row in rows],
         "ops": [

@@ -58,6 +58,22 @@ def test_phases_sum_to_the_step_without_the_profiler(found):
     assert table.loc[BASELINE, "forward"] == pytest.approx((50 / 3 + 5) * 60 / 65)
     assert table.loc[BASELINE, "forward_idle"] == pytest.approx(5 / (50 / 3 + 5))
     assert table.loc[BASELINE, "backward_idle"] == pytest.approx(0)
+    assert table.loc[BASELINE, "other"] == pytest.approx(0)
+    assert table.loc[BASELINE, "exposed_communication"] == pytest.approx(60 / 65)
+    assert table.loc[BASELINE, "overlapped_communication"] == pytest.approx(2 * 60 / 65)
+    waits = cell("waits")
+    waits.profile["phases_ms"]["optimizer"] += 5
+    waits.profile["phases_idle_ms"]["optimizer"] = 5
+    (row,) = Dissection([waits]).table("phase").to_dict("records")
+    assert row["optimizer_idle"] == pytest.approx(5 / 15)
+
+
+def test_collectives_by_size(found):
+    table = found.table("communication")
+    assert len(table) == sum(c.is_measured for c in found.cells)
+    assert found.table("communication", cell=BASELINE).to_dict("records") == [
+        {"cell": BASELINE, "collective": "all_gather", "bytes": 4096, "calls": 2.0, "ms": 3.0}
+    ]
 
 
 def test_modules_and_operators_sum_to_the_step(found):

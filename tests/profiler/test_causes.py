@@ -85,6 +85,9 @@ def test_parts_sum(recording, named):
         assert row["idle_ms"] == total(row[f"{w}_wait_ms"] for w in ("host", "kernel", "other"))
         assert row["wall_ms"] == total(row[f"{p}_ms"] for p in PHASES)
     assert s["wall_ms"] == total(s["phases_ms"].values())
+    assert all(
+        -1e-9 <= s["phases_idle_ms"][p] <= s["phases_ms"][p] + 1e-9 for p in PHASES if s["activity"] != "unknown"
+    )
 
     # busy and exposed time are what a raster says
     kinds = (Kind.KERNEL, Kind.MEMCPY) if s["activity"] == "gpu" else (Kind.OP,)
@@ -98,6 +101,7 @@ def test_parts_sum(recording, named):
         assert t["lost"]["cause"] == []
         return
     assert s["busy_ms"] * n * 1e6 == pytest.approx(busy)
+    assert s["idle_ms"] == total(s["phases_idle_ms"].values())
     talks = timeline.is_named("nccl" in name for name in timeline.names)
     on_host = r.timeline.is_named(name.startswith("gloo") for name in r.timeline.names)
     talking, silent = raster(timeline.take(talks), begin, stop), raster(timeline.take(~talks), begin, stop)

@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 import surokit as sk
+from surokit.profiler.analysis.collectives import by_size, collectives
 from surokit.profiler.analysis.parts import IN_LAYERS, ORDER, part_of, parts_table
+from surokit.profiler.analysis.phases import PHASES
+from surokit.profiler.analysis.roles import Observed
 from surokit.profiler.analysis.tables import analyse
 from surokit.profiler.analysis.timeline import Event, Kind
-from tests.profiler.traces import US, block, spans
+from tests.profiler.traces import US, block, communication, spans
 
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=96, max_length=64, qk_norm=True)
 IDS = torch.arange(64).reshape(2, 32)
@@ -28,6 +31,14 @@ CASES = [
     (f"{LAYER}.self_attn", "LlamaAttention", "aten::mul", "aten::scaled_dot_product_attention", "attention"),
     (f"{LAYER}.self_attn", "LlamaAttention", "void flash_fwd_kernel<...>", "", "attention"),
     (f"{LAYER}.self_attn", "LlamaAttention", "aten::neg", "aten::neg", "RoPE and reshaping"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "void elementwise_kernel<...>", "aten::neg", "RoPE and reshaping"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "nvjet_tst_128x64_64x9_1x2_h_bz_NNT", "aten::matmul", "attention"),
+    (f"{LAYER}.self_attn", "LlamaAttention", "ampere_bf16_s16816gemm_bf16", "BmmBackward0", "attention"),
+    (f"{LAYER}.self_attn", "LlamaSdpaAttention", "fmha_cutlassB_bf16", "", "attention"),
+    (f"{LAYER}.self_attn.o_proj", "Linear", "nvjet_tst_128x64_64x9_1x2_h_bz_NNT", "MmBackward0", "Linear o"),
+    (f"{LAYER}.self_attn", "Attention", "nvjet_tst_128x64_64x9_1x2_h_bz_NNT", "_Stage", "Linear, fused"),
+    (f"{LAYER}.self_attn", "Attention", "void elementwise_kernel<...>", "_StageBackward", "norm and gate, fused"),
+    ("Decoder", "Decoder", "nvjet_tst_128x64_64x9_1x2_h_bz_NNT", "_LinearCrossEntropy", "lm_head"),
     (f"{LAYER}.self_attn", "Attention", "aten::matmul", "_Stage", "Linear, fused"),
     (f"{LAYER}.self_attn", "Attention", "aten::rsqrt", "_Stage", "norm and gate, fused"),
     (f"{LAYER}.self_attn", "Attention", "surokit::causal_attention_cpu", "_StageBackward", "attention"),
@@ -155,6 +166,56 @@ def test_a_wait_in_a_module_is_in_its_row():
         idle = {"RMSNorm": 0.004 + wait / 1000, "Linear q": 0.004, "other": 0.022}
         assert dict(zip(table["part"], table["idle_ms"])) == pytest.approx(idle)
         assert sum(table["ms"]) == pytest.approx(found.summary["wall_ms"])
+
+
+def test_a_wait_in_the_optimizer_is_idle_time_of_that_phase_alone():
+    """On a faked clock: a forward of 20 us, and an optimizer of two operators of 10 us with a wait between them."""
+
+    def step(wait):
+        return block(
+            [
+                Event(Kind.OP, "aten::mm", 10 * US, 30 * US, 1),
+                Event(Kind.ANNOTATION, "Optimizer.step#AdamW.step", 40 * US, (60 + wait) * US, 1),
+                Event(Kind.OP, "aten::_foreach_mul_", 40 * US, 50 * US, 1),
+                Event(Kind.OP, "aten::_foreach_add_", (50 + wait) * US, (60 + wait) * US, 1),
+            ],
+            100 + wait,
+            modules=(("Net", "Net"),),
+            **spans((0, 10, 30)),
+            device="cpu",
+        )
+
+    for wait in (0, 30):
+        s = analyse(step(wait)).summary
+        assert s["phases_idle_ms"] == pytest.approx(
+            {**dict.fromkeys(PHASES, 0.0), "optimizer": wait / 1000, "forward": 0.0, "other": 0.06}
+        )
+        assert s["phases_ms"]["optimizer"] == pytest.approx(0.02 + wait / 1000)
+
+
+def test_a_wait_for_other_processes_in_a_layer_is_communication():
+    """On a faked clock: the layer's sum ends at 20 us, and its process waits for a gather on another thread until 50."""
+    found = parts_table(
+        block(
+            [
+                Event(Kind.OP, "aten::add", 10 * US, 20 * US, 1),
+                Event(Kind.ANNOTATION, "gloo:all_gather", 20 * US, 50 * US, 2),
+                Event(Kind.OP, "aten::add", 50 * US, 60 * US, 1),
+            ],
+            60,
+            modules=(("Net", "Net"), ("Net.layers.0", "Block")),
+            **spans((0, 0, 60), (1, 10, 60)),
+            device="cpu",
+        )
+    )
+    assert dict(zip(found["part"], found["idle_ms"])) == pytest.approx(
+        {"residual sum": 0.0, "communication": 0.03, "other": 0.01}
+    )
+
+
+def test_collectives_by_size():
+    found = by_size(collectives(Observed(communication())))
+    assert [list(row) for row in zip(*found.values())] == [["all_reduce", -1, 1.0, pytest.approx(0.04)]]
 
 
 def test_work_that_grows_on_a_faked_clock_is_found_in_its_row():

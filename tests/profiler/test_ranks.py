@@ -371,6 +371,10 @@ def test_collectives_of_two_processes(real, case):
     assert (table.groupby("rank").size() == len(table) / 2).all()
     for _, step in table.groupby(["step", "rank"]):
         assert set(zip(step["name"], step.nbytes)) == BYTES[case]
+    for profile in merged.profiles:
+        own = profile.collectives
+        assert set(zip(own.collective, own.bytes)) == BYTES[case]
+        assert own.calls.sum() * STEPS * 2 == len(table)
     assert sorted(table.step.unique()) == list(range(STEPS))
     assert (table.wait_ms >= 0).all()
     assert (table.groupby("collective").wait_ms.min() == 0).all()

@@ -15,7 +15,7 @@ import numpy as np
 
 from surokit.profiler.analysis import timeline as tl
 from surokit.profiler.analysis.attribution import on_threads, pick
-from surokit.profiler.analysis.roles import COLLECTIVE_RANGES, Observed
+from surokit.profiler.analysis.roles import COLLECTIVE_RANGES, Observed, Table, ms, table
 from surokit.profiler.analysis.timeline import Int, Kind
 from surokit.profiler.record.messages import POINT_TO_POINT, Message, collective_name
 
@@ -98,6 +98,18 @@ def collectives(o: Observed) -> Collectives:
         compute=tl.merge(*o.computation()),
         communication=tl.merge(*o.communication()),
         windows=o.windows,
+    )
+
+
+def by_size(found: Collectives) -> Table:
+    """Build the table of collectives by kind and bytes, those that take longest first: collective, bytes, calls and ms a step."""
+    kinds = Counter(zip(found.names, found.nbytes_C.tolist()))
+    ns: Counter[tuple[str, int]] = Counter()
+    for kind, took in zip(zip(found.names, found.nbytes_C.tolist()), (found.end_C - found.start_C).tolist()):
+        ns[kind] += took
+    steps = len(found.windows)
+    return table(
+        "collective bytes calls ms", [(*kind, kinds[kind] / steps, ms(n) / steps) for kind, n in ns.most_common()]
     )
 
 

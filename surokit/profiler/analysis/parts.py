@@ -60,9 +60,9 @@ _PSEUDO = {
     COPIES: "copies",
     GRAPH: "CUDA graph",
 }
-_PRODUCT = re.compile(
-    r"::(\w*_)?(mm|addmm|matmul|linear|bmm|einsum)(_\w+)?$|gemm|cutlass|wgmma|::mm_|_mm$", re.IGNORECASE
-)
+_PRODUCT = re.compile(r"::(\w*_)?(mm|addmm|matmul|linear|bmm|einsum)(_\w+)?$|::mm_|_mm$", re.IGNORECASE)
+#: A GPU's kernels that multiply matrices: of cuBLAS, CUTLASS and those that are like them.
+PRODUCT_KERNELS = re.compile(r"gemm|cutlass|nvjet|xmma|wgmma|cublas", re.IGNORECASE)
 _ATTENTION = re.compile(
     r"attention|attn|softmax|fmha|flash|::bmm|::baddbmm|bmmbackward|sdpa|::masked_fill", re.IGNORECASE
 )
@@ -73,7 +73,7 @@ def parts_table(recording: Recording, named_by: Recording | None = None) -> Tabl
     """Build the table `parts`: part, activities, forward_ms, backward_ms, idle_ms, ms. What backward computes again is backward.
 
     forward_ms and backward_ms sum to busy, idle_ms to idle and ms, their sum, to the wall time: idle time is in the row of the
-    module that the host was in, and on a GPU of the one whose work ends it.
+    module that the host was in, or of communication while that goes on, and on a GPU of the module whose work ends it.
     """
     o = Observed(recording)
     modules = Modules(o, named_by)
@@ -114,12 +114,17 @@ def _idle(modules: Modules) -> tuple[Int, Int]:
     if o.on_gpu:
         follows = np.where(o.next_G >= 0, pick(modules.owner_A, o.next_G), OUTSIDE)
         return follows, o.end_G - o.start_G
-    edges = np.unique(np.concatenate((o.start_G, o.end_G, o.r.start_S, o.r.end_S)))
+    talk = o.communication()
+    edges = np.unique(np.concatenate((o.start_G, o.end_G, o.r.start_S, o.r.end_S, *talk)))
     begin, end = edges[:-1], edges[1:]
     inside = tl.covered(o.start_G, o.end_G, begin, end) > 0
     begin, end = begin[inside], end[inside]
     owner, _ = modules.owners.at(np.full(len(begin), o.r.thread, np.int64), (begin + end) // 2)
-    return owner, end - begin
+    return np.where(tl.covered(*talk, begin, end) > 0, COMMUNICATION, owner), end - begin
+
+
+def _is_product(operator: str) -> bool:
+    return bool(_PRODUCT.search(operator) or PRODUCT_KERNELS.search(operator))
 
 
 def part_of(path: str, kind: str, operator: str, outermost: str) -> str:
@@ -141,15 +146,16 @@ def part_of(path: str, kind: str, operator: str, outermost: str) -> str:
     if leaf in ("act_fn", "act") or kind in ("SiLU", "SiLUActivation", "GELU", "GELUActivation"):
         return GATE
     if "_Stage" in outermost and not _ATTENTION.search(operator):
-        return FUSED if _PRODUCT.search(operator) else GATE if "silu" in operator else FUSED_REST
+        return FUSED if _is_product(operator) else GATE if "silu" in operator else FUSED_REST
     if "attention" in lower or "attn" in lower:
-        return ROTATION if operator and not (_ATTENTION.search(operator) or _ATTENTION.search(outermost)) else ATTENTION
+        is_own = _is_product(operator) or _ATTENTION.search(operator) or _ATTENTION.search(outermost)
+        return ATTENTION if is_own or not operator else ROTATION
     if "CrossEntropy" in outermost or "loss" in outermost.lower():
-        return HEAD if _PRODUCT.search(operator) else LOSS_PART
+        return HEAD if _is_product(operator) else LOSS_PART
     if leaf == "gate" or "router" in lower:
         return ROUTER
     if "expert" in lower:
-        return OTHER_LINEAR if _PRODUCT.search(operator) else GATE
+        return OTHER_LINEAR if _is_product(operator) else GATE
     if "mlp" in lower or "feedforward" in lower:
         return GATE
     if kind.endswith(("Block", "DecoderLayer")):
@@ -157,4 +163,4 @@ def part_of(path: str, kind: str, operator: str, outermost: str) -> str:
     return OTHER_LINEAR if "linear" in lower else OTHER
 
 
-__all__ = ["IN_LAYERS", "LINEARS", "ORDER", "part_of", "parts_table"]
+__all__ = ["IN_LAYERS", "LINEARS", "ORDER", "PRODUCT_KERNELS", "part_of", "parts_table"]

@@ -20,21 +20,23 @@ BACKWARD_BRIDGE_NS = 200_000  # autograd nodes closer than this belong to one ba
 PHASES = ("sync", "data", "copies", "optimizer", "backward", "forward", "other")
 
 
-def phases(o: Observed, modules: Modules) -> dict[str, Int]:
-    """Return the nanoseconds of each step by phase."""
+def phases(o: Observed, modules: Modules) -> tuple[dict[str, Int], dict[str, Int]]:
+    """Return the nanoseconds of each step by phase, and those of them in which the device was idle."""
     unions = cumulative(_host_layers(o, modules))
+    idle_KP = np.zeros((o.steps, len(PHASES)), np.int64)
     if not o.on_gpu:
         begin, stop = np.array(o.windows).T
         sums_KP = _layered(unions, begin, stop)
+        np.add.at(idle_KP, o.step_G, _layered(unions, o.start_G, o.end_G))
     else:
-        sums_KP = np.zeros((o.steps, len(PHASES)), np.int64)
-        np.add.at(sums_KP, o.step_G, _layered(unions, o.start_G, o.start_G + o.host_G))
+        np.add.at(idle_KP, o.step_G, _layered(unions, o.start_G, o.start_G + o.host_G))
         phase_A, follows = _phase_of_activities(modules), o.next_G >= 0  # the last gap of a window is all host wait
         asked = phase_A[o.next_G[follows]]
-        np.add.at(sums_KP, (o.step_G[follows], asked), (o.kernel_G + o.other_G)[follows])
+        np.add.at(idle_KP, (o.step_G[follows], asked), (o.kernel_G + o.other_G)[follows])
+        sums_KP = idle_KP.copy()
         for sums_P, here, own in zip(sums_KP, o.within, o.own):
             np.add.at(sums_P, phase_A[here], own)
-    return dict(zip(PHASES, sums_KP.T))
+    return dict(zip(PHASES, sums_KP.T)), dict(zip(PHASES, idle_KP.T))
 
 
 def _layered(unions: list[Layer], begin_Q: Int, stop_Q: Int) -> Int:

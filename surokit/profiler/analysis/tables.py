@@ -65,10 +65,11 @@ def analyse(recording: Recording, named_by: Recording | None = None, waited: Seq
     o = Observed(recording)
     modules = Modules(o, named_by)
     divided = divide(o)
+    by_phase, idle_by_phase = phases(o, modules)
     own_op_E, tops = tl.self_time(o.ops.start_E, o.ops.end_E, o.ops.thread_E), modules.owners.tops
     copying_E = o.named(o.ops, lambda n: n in _COPY_OPS) & o.in_steps(o.ops.start_E)
     tables = {
-        "steps": _steps(o, phases(o, modules)),
+        "steps": _steps(o, by_phase),
         "gaps": gaps_table(o, divided),
         "lines": lines_table(o, divided),
         "syncs": syncs_table(o),
@@ -84,7 +85,7 @@ def analyse(recording: Recording, named_by: Recording | None = None, waited: Seq
     tables["lost"] = lost_table(o, divided, tables, in_copies_ns, waited)
     if not o.seen:  # nothing recorded is not nothing done
         tables |= {name: {column: [] for column in tables[name]} for name in ("gaps", "lines", "lost")}
-    return Analysis(_summary(o, modules, tables["steps"]), tables, o.windows, tuple(o.notes))
+    return Analysis(_summary(o, modules, tables["steps"], idle_by_phase), tables, o.windows, tuple(o.notes))
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
@@ -152,7 +153,7 @@ def _device_copies(o: Observed) -> Table:
 # --------------------------------------------------------------------------------------------------------------- summary
 
 
-def _summary(o: Observed, modules: Modules, steps: Table) -> dict[str, Any]:
+def _summary(o: Observed, modules: Modules, steps: Table, idle_by_phase: dict[str, Int]) -> dict[str, Any]:
     n, r = o.steps, o.r
     wall, busy = ms(o.wall_ns) / n, ms(o.busy_K.sum()) / n if o.seen else nan
     p5, p50, p95 = np.percentile(steps["wall_ms"], [5, 50, 95]).tolist()
@@ -186,6 +187,7 @@ def _summary(o: Observed, modules: Modules, steps: Table) -> dict[str, Any]:
         "collect_ms": ms(collect_ns(o)) / n,
         "peak_gib": r.peak_bytes / 2**30,
         "phases_ms": {p: sum(steps[f"{p}_ms"]) / n for p in PHASES},
+        "phases_idle_ms": {p: ms(idle_by_phase[p].sum()) / n if o.seen else nan for p in PHASES},
         "overhead_ms": ms(_overhead(o)) / n,
         "unprofiled_ms": ms(r.unprofiled_ns) if r.unprofiled_ns is not None else None,
     }

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from surokit.profiler.analysis.causes import Waited
+from surokit.profiler.analysis.collectives import by_size, collectives
 from surokit.profiler.analysis.parts import parts_table
+from surokit.profiler.analysis.roles import Observed
 from surokit.profiler.analysis.tables import Analysis, Table, analyse
 from surokit.profiler.record.chrome_trace import read_chrome, write_chrome
 from surokit.profiler.record.recording import Recording, pack, unpack
@@ -87,7 +89,8 @@ class Profile:
         """Return the means over the steps, by name.
 
         wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
-        busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall); tokens_per_s, gflop_per_step, tflops (reached),
+        busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall), phases_idle_ms (to idle_ms);
+        tokens_per_s, gflop_per_step, tflops (reached),
         launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
         h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
         steps, warmup, device, activity ("gpu" or "cpu"); overhead_ms (the profiler's own share of a step, estimated from a
@@ -153,6 +156,17 @@ class Profile:
         import pandas
 
         return pandas.DataFrame(self._parts)
+
+    @property
+    def collectives(self) -> pd.DataFrame:
+        """Return the collectives of this process by kind and size; the table is empty for a process that is alone.
+
+        Columns: collective, bytes (the larger of input and output on a rank, -1 where unknown), calls, ms (from begin to end, with
+        what is waited for other ranks, also while the process computes) a step.
+        """
+        import pandas
+
+        return pandas.DataFrame(by_size(collectives(Observed(self._done()))))
 
     @property
     def kernels(self) -> pd.DataFrame:
