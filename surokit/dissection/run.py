@@ -129,7 +129,7 @@ def dissect(
         if new is None:
             print("surokit: interrupted; cells that were measured are kept", file=sys.stderr)
             break
-        if new.state == "failed" and new.name == BASELINE:
+        if new.state == "failed" and new.name == BASELINE and cell is None:
             raise RuntimeError(f"dissect(): the baseline failed, so there is nothing to compare with: {new.why}")
         _check_weights(new, there.get(BASELINE))
         new = replace(new, calls=(call,) * len(new.step_ms))
@@ -139,7 +139,8 @@ def dissect(
             _keep(new, place)
     if not there:
         raise KeyboardInterrupt
-    return Dissection(there.values(), found.head).in_order(found.head["order"])
+    cells_of_folder = {cell.name: cell for cell in found.cells} | there
+    return Dissection(cells_of_folder.values(), found.head).in_order(found.head["order"])
 
 
 def _gpus(over: Mapping[str, Any], device: torch.device) -> int:

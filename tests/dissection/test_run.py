@@ -111,6 +111,8 @@ def test_a_round_that_fails_leaves_those_before(monkeypatch):
     assert full.is_measured
     assert len(full.step_ms) == 1
     assert full.why == "round 2 was not measured: Rank 0 failed with ValueError: no"
+    outcomes(monkeypatch, ONE, ONE, ONE, failed)  # the baseline, in the second round
+    assert [len(c.step_ms) for c in dissected(rounds=2).cells] == [1, 2]
 
 
 def test_the_order_of_cells_is_that_of_the_calls(monkeypatch, tmp_path):
@@ -122,6 +124,8 @@ def test_the_order_of_cells_is_that_of_the_calls(monkeypatch, tmp_path):
         file.touch()
     found = sk.Dissection.load(tmp_path / "d")
     assert [c.name for c in found.cells] == names
+    outcomes(monkeypatch)
+    assert [c.name for c in dissected(folder=tmp_path / "d").cells] == names  # those that were not asked for too
     assert found.baseline.name == BASELINE
 
 
