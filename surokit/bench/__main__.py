@@ -175,12 +175,6 @@ def make_parser() -> argparse.ArgumentParser:
     zenflow.add_argument("--steps", type=int, default=400, help="of each run (default 400)")
     zenflow.add_argument("--seeds", type=int, default=3, help="of weights and batches (default 3)")
 
-    zenflow = commands.add_parser(
-        "zenflow", help="losses of ZenFlow here and in DeepSpeed, of the same schedule, over steps of a small decoder"
-    )
-    zenflow.add_argument("--steps", type=int, default=400, help="of each run (default 400)")
-    zenflow.add_argument("--seeds", type=int, default=3, help="of weights and batches (default 3)")
-
     compiled = commands.add_parser(
         "compiled", help="what the Triton kernels compile to without a GPU: registers, spills"
     )
