@@ -2,10 +2,19 @@
 
 from typing import Any
 
+import torch
+
 from surokit.dissection.cell import Cell
 from surokit.dissection.settings import Setting
 
 PARTS = ("part", "activities", "forward_ms", "backward_ms", "idle_ms", "ms")
+
+
+def all_kernels():
+    """Switch all of torch's attention kernels on again: they are the process', which is a cell's own outside of tests."""
+    cuda = torch.backends.cuda
+    for enable in (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp):
+        enable(True)
 
 
 def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):

@@ -15,6 +15,7 @@ from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.settings import Setting
 from surokit.dissection.training import Training
 from surokit.dissection.work import BEFORE, PROFILED, WARM_UP
+from tests.dissection.cells import all_kernels
 from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=192, max_length=128)
@@ -40,11 +41,8 @@ def measured(**changes):
 
 @pytest.fixture(autouse=True)
 def switches():
-    """Attention's switches are the process', which is a cell's own where no test calls `measure`."""
-    cuda = torch.backends.cuda
     yield
-    for enable in (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp):
-        enable(True)
+    all_kernels()
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ Cells are measured in this process, one after the other. Times are printed and n
 from dataclasses import replace
 
 import pytest
-import torch
 
 import surokit as sk
 from surokit.dissection.cell import Cell
 from surokit.dissection.job import Job, Tokens
 from surokit.dissection.measure import measure
 from surokit.dissection.settings import Setting
+from tests.dissection.cells import all_kernels
 
 SMALL = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=512, ffn=192, max_length=512)
 LARGE = replace(SMALL, layers=12, width=1024, heads=16, kv_heads=8, vocab=32768, ffn=2816)
@@ -21,11 +21,8 @@ LINEARS = {f"Linear {role}" for role in ("q", "k", "v", "o", "gate", "up", "down
 
 @pytest.fixture(autouse=True)
 def switches():
-    """Attention's switches are the process', which is a cell's own outside of tests."""
-    cuda = torch.backends.cuda
     yield
-    for enable in (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp):
-        enable(True)
+    all_kernels()
 
 
 def cell(device, what="train", **changes):
