@@ -102,7 +102,10 @@ def test_contradictions_name_both_settings(what, changes):
         ("tune", {"recipe": "qnf4", "lora": 8}),
         ("tune", {"engine": "transformers", "recipe": "qnf4", "lora": 8, "recompute": "full"}),
         ("train", {"zero": 3, "gpus": 2}),
-        ("tune", {"engine": "deepspeed", "lora": 8, "zero": 3, "optimizer": "offloadadamw", "recompute": "full"}),
+        (
+            "tune",
+            {"engine": "deepspeed", "lora": 8, "gpus": 2, "zero": 3, "optimizer": "offloadadamw", "recompute": "full"},
+        ),
         ("train", {"recompute": "selective", "fusion": "fused"}),
         ("train", {"offload_weights": True, "offload_activations": True}),
         ("infer", {"recipe": "qnf4", "attention": "math", "offload_weights": True}),
