@@ -47,12 +47,13 @@ def _of_row(row: Mapping[str, Any], whole: Any, path: Path) -> Cell:
         return replace(Cell.of(row), origin=row.get("origin") or str(path))
     work = dict(row.get("work") or {})
     tokens = row.get("tokens_per_step") or work.get("tokens_per_step")
-    steps = row.get("step_ms") or []
+    given = row.get("step_ms") or []
+    steps = given if isinstance(given, list | tuple) else [given]
     if tokens and (steps or row.get("tokens_per_s")):
         steps = [float(np.mean(steps))] if steps else [1e3 * tokens / row["tokens_per_s"]]
         work["tokens_per_step"] = tokens
     elif row.get("tokens_per_s"):
-        work["tokens_per_s"] = row["tokens_per_s"]
+        work["tokens_per_s"], steps = row["tokens_per_s"], []
     else:
         raise ValueError(
             f"the cell {row.get('name', row)!r} has neither tokens_per_s, nor step_ms with tokens_per_step"

@@ -82,7 +82,8 @@ class Cell:
             return replace(self, why=f"round {len(self.step_ms) + 1} was not measured: {found.why}")
         work = dict(self.work)
         if self.losses:
-            work["loss_range"] = max(self.work.get("loss_range", 0.0), abs(found.losses[-1] - self.losses[-1]))
+            ranges = (self.work.get("loss_range", 0.0), abs(found.losses[-1] - self.losses[-1]))
+            work["loss_range"] = float(np.max(ranges))  # not a number where one is not
         if self.prefill_ms is not None:
             work["prefill_ms"] = [*work["prefill_ms"], *found.work["prefill_ms"]]
         return replace(

@@ -295,10 +295,7 @@ class Dissection:
             most = max(max(cell.step_ms) / min(cell.step_ms) for cell in ours)
             if fewest > 1:
                 found.append(f"the same cell's steps took up to {most:.2f} times as long in one round as in another")
-        base = next((cell for cell in ours if cell.name == BASELINE), None)
-        apart = [
-            c.name for c in ours if base is not None and c.machine == base.machine and not _beside_each_other(c, base)
-        ]
+        apart = [c.name for c in ours if (base := self._same_work(c)) is not None and not _beside_each_other(c, base)]
         if apart:
             found.append(
                 f"{', '.join(apart)} {'was' if len(apart) == 1 else 'were'} measured in another call than the baseline, so their "

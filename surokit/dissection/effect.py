@@ -25,11 +25,12 @@ class Pair:
 
     @property
     def speed(self) -> Interval | None:
-        """Return tokens/s with the switch over those without, and its 95 % interval from the ratios of the rounds."""
+        """Return tokens/s with the switch over those without, and its 95 % interval from the ratios of rounds that were measured
+        beside each other."""
         a, b = self.without, self.with_it
         if a.tokens_per_s is None or b.tokens_per_s is None:
             return None
-        if len(a.step_ms) != len(b.step_ms) or not a.step_ms:
+        if len(a.step_ms) != len(b.step_ms) or a.calls != b.calls or not a.step_ms:
             return Interval(float("nan"), b.tokens_per_s.mid / a.tokens_per_s.mid, float("nan"))
         tokens = b.work["tokens_per_step"] / a.work["tokens_per_step"]
         return bootstrap_interval([tokens * x / y for x, y in zip(a.step_ms, b.step_ms)])

@@ -23,7 +23,7 @@ from surokit.dissection.changed import changed, digests
 from surokit.dissection.deepspeed_engine import ZENFLOW, DeepSpeedLoop
 from surokit.dissection.job import Job, build, set_attention
 from surokit.dissection.loop import BETAS, CLIP, DECAY, TorchLoop, recomputed, set_adapters, with_peft
-from surokit.dissection.planned import figures_of
+from surokit.dissection.planned import figures_of, planned_by_deepspeed
 from surokit.dissection.summed import summed
 from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work
 from surokit.models import Decoder, save
@@ -95,15 +95,17 @@ class Foreign(Work):
 
     def planned(self, **changes: Any) -> Plan:
         s = self.job.setting
-        given = {
+        given: dict[str, Any] = {
             "batch": self.batch,
             "length": s.length,
             "accumulate": s.accumulate,
             "optimizer": s.optimizer,
             "gpus": s.gpus,
             "zero": s.zero,
-            **changes,
         }
+        if s.engine == "deepspeed":
+            given |= planned_by_deepspeed(s, next(self.model.parameters()).dtype == torch.bfloat16)
+        given |= changes
         return plan(self.model, gpu=self.job.gpu, **given)
 
 
@@ -228,7 +230,7 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
             lr_scheduler_type="constant",
             adam_beta1=BETAS[0],
             adam_beta2=BETAS[1],
-            weight_decay=DECAY,
+            weight_decay=0.0 if setting.optimizer == "sgd" else DECAY,
             max_grad_norm=CLIP,
             optim="sgd" if setting.optimizer == "sgd" else "adamw_torch" if on_cpu else "adamw_torch_fused",
             use_cpu=on_cpu,
@@ -239,6 +241,7 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
             seed=job.seed,
             remove_unused_columns=False,
         )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # several would be torch.nn.DataParallel
         Telling(model=model, args=arguments, train_dataset=Rows(), callbacks=[Told()]).train()
 
 

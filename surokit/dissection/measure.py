@@ -36,7 +36,7 @@ def measure(job: Job) -> dict[str, Any] | None:
     with it.
     """
     began = time.monotonic()
-    device = find_device(job.device, "dissect")
+    device = device_of(job)
     gib = memories.room_gib(device, job.gib, job.setting.gpus)
     found: dict[str, Any] = {"machine": machine_of(device), "memory": {"limit_gib": gib}}
     run: Work | None = None
@@ -67,7 +67,7 @@ def measure(job: Job) -> dict[str, Any] | None:
 
 def attempt(job: Job) -> bool:
     """Take one step, and return True; MemoryError where it does not fit."""
-    device = find_device(job.device, "dissect")
+    device = device_of(job)
     try:
         with memories.limited(device, memories.room_gib(device, job.gib, job.setting.gpus)):
             run = _run_of(job, device)
@@ -81,7 +81,7 @@ def attempt(job: Job) -> bool:
 
 def search(job: Job) -> int:
     """Return the largest batch that fits into one process, 0 where not one sequence does."""
-    device = find_device(job.device, "dissect")
+    device = device_of(job)
     gib = memories.room_gib(device, job.gib)
     memories.in_pieces(device)
     try:
@@ -92,6 +92,12 @@ def search(job: Job) -> int:
         if not memories.is_out_of_memory(error):
             raise
         return 0
+
+
+def device_of(job: Job) -> torch.device:
+    """Return the device of this process, a GPU with its number, which some of torch's functions ask for."""
+    device = find_device(job.device, "dissect")
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def _run_of(job: Job, device: torch.device) -> Work:

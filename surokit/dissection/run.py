@@ -109,7 +109,11 @@ def dissect(
     order = [asked.name for asked in cells]
     place = None if folder is None else Path(folder)
     found = Dissection([], {**head, "order": order}) if place is None else _opened(place, head, order)
-    there = {cell.name: cell for cell in found.cells if not _is_stale(cell, memories.room_gib(where, gib, cell.gpus))}
+    there = {
+        cell.name: replace(cell, why="" if cell.is_measured else cell.why)  # a round that failed is tried again
+        for cell in found.cells
+        if not _is_stale(cell, memories.room_gib(where, gib, cell.gpus))
+    }
     left = sum(_rounds_left(there.get(asked.name), rounds) for asked in cells)
     if before := sum(asked.name in there for asked in cells):
         print(f"surokit: {counted(before, 'cell')} of {len(cells)} measured before, in {place}", file=sys.stderr)
@@ -157,7 +161,7 @@ def _turns(cells: Sequence[Asked], there: Mapping[str, Cell], rounds: int) -> It
     for number in range(rounds):
         for asked in cells[:: -1 if number % 2 else 1]:
             cell = there.get(asked.name)
-            if cell is None or (cell.is_measured and len(cell.step_ms) <= number):
+            if cell is None or (_rounds_left(cell, rounds) and len(cell.step_ms) <= number):
                 yield number, asked
 
 
@@ -165,7 +169,7 @@ def _rounds_left(cell: Cell | None, rounds: int) -> int:
     """Return how often a cell is still to be measured."""
     if cell is None:
         return rounds
-    return max(0, rounds - len(cell.step_ms)) if cell.is_measured else 0
+    return max(0, rounds - len(cell.step_ms)) if cell.is_measured and not cell.why else 0
 
 
 def _check_weights(cell: Cell, base: Cell | None) -> None:
@@ -442,6 +446,8 @@ def _searched(job: Job, deadline: float) -> int:
 def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
     """Call a function of the job in its processes and return what the first one's returns. An interrupt ends them; TimeoutError
     beyond the limit."""
+    if limit_s <= 0:  # what came before has used it up
+        raise TimeoutError("The processes have no time left.")
     n = job.setting.gpus
     call = packed(function, (job,), {})  # before there is a folder that its failing would leave
     running = Launch(n, 0, limit_s, "none", show=False)
@@ -457,9 +463,11 @@ def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
         running.start(call, threads=max(1, (os.cpu_count() or 1) // n))
         ender.start()
         return running.wait(saves=False)
-    except RuntimeError:
-        if late.is_set():
+    except BaseException as error:
+        if late.is_set() and isinstance(error, RuntimeError):
             raise TimeoutError(f"The processes took longer than {limit_s:g} s.") from None
+        if not isinstance(error, LaunchError):  # an interrupt before anybody waited; a launch that failed has ended
+            running.kill()
         raise
     finally:
         ender.cancel()

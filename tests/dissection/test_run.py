@@ -3,6 +3,7 @@
 import errno
 import json
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, cast
 
 import pytest
@@ -29,6 +30,14 @@ ONE = {**cell("x", step_ms=(60.0,)).__dict__, "machine": HERE}
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
     monkeypatch.setattr(run, "cores_in_use", lambda: 0.0)
+
+
+class Later(datetime):
+    """A clock on another day."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return datetime(2040, 1, 1, tzinfo=tz)
 
 
 def job(source=CONFIG, **changes):
@@ -113,6 +122,25 @@ def test_a_round_that_fails_leaves_those_before(monkeypatch):
     assert full.why == "round 2 was not measured: Rank 0 failed with ValueError: no"
     outcomes(monkeypatch, ONE, ONE, ONE, failed)  # the baseline, in the second round
     assert [len(c.step_ms) for c in dissected(rounds=2).cells] == [1, 2]
+
+
+def test_a_round_that_failed_is_tried_in_the_next_call_and_pairs_no_rounds(monkeypatch, tmp_path):
+    failed = LaunchError("Rank 0 failed with ValueError: no\ntraceback", 0, "failed")
+    jobs = outcomes(monkeypatch, ONE, ONE, failed)
+    found = dissected(rounds=5, folder=tmp_path / "d")
+    assert [len(c.step_ms) for c in found.cells] == [5, 1]
+    assert len(jobs) == 7  # it is not tried again in this call
+    monkeypatch.setattr(run, "datetime", Later)
+    again = dissected(rounds=5, folder=tmp_path / "d")
+    assert [(len(c.step_ms), c.why) for c in again.cells] == [(5, ""), (5, "")]
+    speed = again.effect("full").pairs[0].speed
+    assert speed is not None
+    assert not speed.known
+
+
+def test_a_cell_without_time_left_is_late():
+    with pytest.raises(TimeoutError):
+        run.launched(run.measured, job(), -1.0)
 
 
 def test_the_order_of_cells_is_that_of_the_calls(monkeypatch, tmp_path):
