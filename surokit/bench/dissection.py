@@ -37,7 +37,7 @@ CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
         },
         {"over": {"attention": ("math",), "batch": (1, 2, "largest")}, "gib": GIB},
     ),
-    "zero": ({"over": {"zero": (0, 2, 3), "engine": ("surokit", "deepspeed")}, "together": "all"},),
+    "zero": ({"what": "train", "over": {"zero": (0, 2, 3), "engine": ("surokit", "deepspeed")}, "together": "all"},),
     "tune": (
         {"over": {"recipe": ("bf16", "qfp8", "qfp4", "qnf4"), "recompute": ("none", "full")}, "together": False},
         {"over": {"engine": ("surokit", "transformers"), "recipe": ("bf16", "qnf4")}, "together": "all"},
@@ -58,7 +58,7 @@ def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, s
     with tempfile.TemporaryDirectory() as own:
         place = folder or Path(own) / what
         for call in CALLS[what]:
-            sk.dissect(shape(small), batches, what=_what(what), steps=STEPS, rounds=rounds, folder=place, **call)
+            sk.dissect(shape(small), batches, steps=STEPS, rounds=rounds, folder=place, **{"what": what, **call})
         found = sk.Dissection.load(place)
     shape_of = "a tiny shape" if small else "the shape of SmolLM2-135M"
     return {
@@ -67,11 +67,6 @@ def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, s
         "environment": environment(),
         "dissection": {"head": found.head, "cells": [asdict(cell) for cell in found.cells]},
     }
-
-
-def _what(what: str) -> Any:
-    """Return the kind of work: ZeRO's processes train."""
-    return "train" if what == "zero" else what
 
 
 def shape(small: bool = False) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
 from surokit.dissection.loop import BETAS, CLIP, DECAY, decayed
 from surokit.offload.zenflow import SELECT_EVERY
@@ -110,6 +109,8 @@ def check_compiles() -> None:
     """Raise ImportError where DeepSpeed's AdamW on the host has to be compiled, and nothing here compiles."""
     if import_module("deepspeed.git_version_info").installed_ops.get(ADAM):
         return
+    from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available  # 50 ms, in every process
+
     there = {"ninja": is_ninja_available(), "C++ compiler": which(get_cxx_compiler()) is not None}
     missing = [name for name, is_there in there.items() if not is_there]
     if missing:

@@ -40,11 +40,6 @@ class Dissection:
         self.cells = tuple(cells)
         self.head = dict(head or {})
 
-    def with_cell(self, cell: Cell) -> Dissection:
-        """Return the same with one cell more, in the place of an earlier one of its name and machine."""
-        rest = [c for c in self.cells if (c.name, c.machine) != (cell.name, cell.machine)]
-        return Dissection([*rest, cell], self.head)
-
     def add(self, other: Dissection | str | Path, machine: str = "") -> Dissection:
         """Return one with the cells of another machine or program beside these.
 

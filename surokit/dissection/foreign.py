@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -23,9 +22,9 @@ from surokit.dissection.changed import changed, digests
 from surokit.dissection.deepspeed_engine import ZENFLOW, DeepSpeedLoop
 from surokit.dissection.job import Job, build, set_attention
 from surokit.dissection.loop import BETAS, CLIP, DECAY, TorchLoop, recomputed, set_adapters, with_peft
-from surokit.dissection.planned import figures_of, planned_by_deepspeed
+from surokit.dissection.planned import figures_of, trained
 from surokit.dissection.summed import summed
-from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work
+from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work, done_at
 from surokit.models import Decoder, save
 from surokit.planner import Plan, plan
 from surokit.profiler import Profile, profile
@@ -95,18 +94,8 @@ class Foreign(Work):
 
     def planned(self, **changes: Any) -> Plan:
         s = self.job.setting
-        given: dict[str, Any] = {
-            "batch": self.batch,
-            "length": s.length,
-            "accumulate": s.accumulate,
-            "optimizer": s.optimizer,
-            "gpus": s.gpus,
-            "zero": s.zero,
-        }
-        if s.engine == "deepspeed":
-            given |= planned_by_deepspeed(s, next(self.model.parameters()).dtype == torch.bfloat16)
-        given |= changes
-        return plan(self.model, gpu=self.job.gpu, **given)
+        how = trained(s, next(self.model.parameters()).dtype == torch.bfloat16)
+        return plan(self.model, gpu=self.job.gpu, **{"batch": self.batch, "length": s.length, **how, **changes})
 
 
 def _check_installed(job: Job) -> None:
@@ -163,14 +152,13 @@ def _model(job: Job, device: torch.device) -> tuple[Any, str]:
 def _loop(model: nn.Module, job: Job) -> TorchLoop | DeepSpeedLoop:
     setting, named = job.setting, job.setting.optimizer
     if setting.engine == "deepspeed":
-        offload = named in ("offloadadamw", "zenflow")
         return DeepSpeedLoop(
             model,
             job.lr,
             batch=int(setting.batch),
-            zero=setting.zero or 2 * offload,  # its optimizer is on the host from stage 2 on
+            zero=setting.zero or 2 * setting.on_host,  # its optimizer is on the host from stage 2 on
             accumulate=setting.accumulate,
-            offload=offload,
+            offload=setting.on_host,
             zenflow=ZENFLOW if named == "zenflow" else None,
         )
     return TorchLoop(model, job.lr, optimizer=str(named), eight_bit=named == "adamw8bit")
@@ -214,11 +202,8 @@ def _by_trainer(model: Any, batches: Sequence[Mapping[str, Tensor]], job: Job, s
             return loss
 
     setting, on_cpu = job.setting, seen.device.type == "cpu"
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-    ):  # of a launch of one process, in which it would distribute the model
+    # of a launch of one process, in which it would distribute the model
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -276,7 +261,7 @@ class Steps:
         if number == 0:
             self.changed = changed(self.model, self.weights)
         if number == WARM_UP:
-            self._began = self._now()
+            self._began = done_at(self.device)
         if number == self.listened:
             self._listen()
         if number == self.profiled:
@@ -288,16 +273,10 @@ class Steps:
         if self.profile is not None:
             self.profile.step()  # some engines step an optimizer several times, or none of torch's
         if len(self.losses) == self.listened:
-            self.ms = 1e3 * (self._now() - self._began)
+            self.ms = 1e3 * (done_at(self.device) - self._began)
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-
-    def _now(self) -> float:
-        """Return the time at which the device has done all that was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     def _listen(self) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it

@@ -29,23 +29,26 @@ def planned_of(setting: Setting, config: Any, device: str, gpu: Gpu | None, what
         given["training"] = False
     else:
         given |= {
-            "gpus": setting.gpus,
-            "zero": setting.zero,
-            "accumulate": setting.accumulate,
+            **trained(setting),
             "recompute": setting.recompute,
-            "optimizer": setting.optimizer if isinstance(setting.optimizer, str) else None,
             "offload_activations": setting.offload_activations or None,
         }
-    if setting.engine == "deepspeed":
-        given |= planned_by_deepspeed(setting, True)
     return figures_of(lambda: plan(config, **given))
 
 
-def planned_by_deepspeed(setting: Setting, is_bf16: bool) -> dict[str, Any]:
-    """Return the arguments of a plan in which DeepSpeed differs from ours: ZeRO-2 under an optimizer on the host, and masters and
-    moments in float32 of weights in bfloat16."""
-    on_host = setting.optimizer in ("offloadadamw", "zenflow") and setting.gpus > 1
-    return {"zero": setting.zero or 2 * on_host, **({"state_dtype": "fp32", "master": True} if is_bf16 else {})}
+def trained(setting: Setting, is_bf16: bool = True) -> dict[str, Any]:
+    """Return the arguments of a plan that say how a model is trained, by whose engine: DeepSpeed has ZeRO-2 under an optimizer on
+    the host, and masters and moments in float32 of weights in bfloat16."""
+    given: dict[str, Any] = {
+        "gpus": setting.gpus,
+        "zero": setting.zero,
+        "accumulate": setting.accumulate,
+        "optimizer": setting.optimizer if isinstance(setting.optimizer, str) else None,
+    }
+    if setting.engine == "deepspeed":
+        given["zero"] = setting.zero or 2 * (setting.on_host and setting.gpus > 1)
+        given |= {"state_dtype": "fp32", "master": True} if is_bf16 else {}
+    return given
 
 
 def figures_of(make: Callable[[], Plan]) -> dict[str, Any]:

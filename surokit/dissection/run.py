@@ -126,9 +126,8 @@ def dissect(
             new: Cell | None = Cell(asked.name, "refused", asked.setting.labels(), asked.refused, head["machine"])
         else:
             source, profile = sizes[asked.setting.model], _profile_file(place, asked.name)
-            job = Job(
-                asked.setting, source, tokens, steps, seed, lr, gib, device, rates, profile, what, cell is not None
-            )
+            job = Job(asked.setting, source, tokens, steps, seed, lr, gib, device, rates, profile, what)
+            job = replace(job, only_timed=cell is not None)
             new = _cell(asked.name, job, limit_s, where, cell)
         if new is None:
             print("surokit: interrupted; cells that were measured are kept", file=sys.stderr)

@@ -79,6 +79,11 @@ class Setting:
         find_recipe(self.recipe)
 
     @property
+    def on_host(self) -> bool:
+        """Return whether the optimizer named computes on the host."""
+        return self.optimizer in ("offloadadamw", "zenflow")
+
+    @property
     def full_recipe(self) -> Recipe:
         """Return the recipe with an adapter of this rank, or without one where the rank is 0."""
         recipe = find_recipe(self.recipe)

@@ -18,6 +18,13 @@ WARM_UP = 3  # steps before those that are timed: with the third a session recor
 PROFILED, BEFORE = 3, 2  # steps that are profiled, and those before them
 
 
+def done_at(device: torch.device) -> float:
+    """Wait until a device has done all that was asked of it, and return the time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class Work(ABC):
     """A Work is what the process of a cell does: `steps` within the limit of memory, then `observe`.
 
@@ -54,15 +61,9 @@ class Work(ABC):
 
     def timed(self, steps: Callable[[], object]) -> float:
         """Return the milliseconds that the device takes for what `steps` asks of it."""
-        self._wait()
-        began = time.perf_counter()
+        began = done_at(self.device)
         steps()
-        self._wait()
-        return 1e3 * (time.perf_counter() - began)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return 1e3 * (done_at(self.device) - began)
 
     @abstractmethod
     def attempt(self, batch: int) -> None:

@@ -17,6 +17,16 @@ def all_kernels():
         enable(True)
 
 
+def held(cell, term):
+    """The bytes that a cell's process held between steps, by a term."""
+    return cell.memory["rest"][term]
+
+
+def peak(cell):
+    """The most bytes, without what other tests of this process left behind."""
+    return cell.memory["peak"] - held(cell, "others")
+
+
 def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):
     """Of a step of attention and linear layers (a third of each forward), an optimizer, and idle time in attention."""
     rows = [

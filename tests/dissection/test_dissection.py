@@ -167,11 +167,11 @@ def test_what_is_to_be_known_stands_beside_the_table(found):
         Dissection([cell(BASELINE).with_round(cell(BASELINE, losses=(5.0, 4.5)))])
     )
     assert "other programs used the processor while attention=flash ran" in repr(
-        found.with_cell(replace(FLASH, cores_in_use=1.5))
+        Dissection([cell(BASELINE), replace(FLASH, cores_in_use=1.5), FULL])
     )
     other = cell("other", recompute="full")
     other.work["weights"] = "different"
-    assert "did not start from the same weights" in repr(found.with_cell(other))
+    assert "did not start from the same weights" in repr(Dissection([*found.cells, other]))
 
 
 def test_generation_has_its_own_columns():

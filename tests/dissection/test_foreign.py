@@ -11,7 +11,8 @@ from surokit.dissection.cell import Cell
 from surokit.dissection.changed import changed, digests
 from surokit.dissection.loop import TorchLoop
 from surokit.dissection.measure import measure, search
-from tests.dissection.test_measure import CONFIG, held, job, peak, values
+from tests.dissection.cells import held, peak
+from tests.dissection.test_measure import CONFIG, job, values
 from tests.refusals import refused
 
 pytest.importorskip("transformers")

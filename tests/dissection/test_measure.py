@@ -15,7 +15,7 @@ from surokit.dissection.planned import planned_of, why_not
 from surokit.dissection.settings import Setting
 from surokit.dissection.training import Training
 from surokit.dissection.work import BEFORE, PROFILED, WARM_UP
-from tests.dissection.cells import all_kernels
+from tests.dissection.cells import all_kernels, held, peak
 from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=192, max_length=128)
@@ -48,15 +48,6 @@ def switches():
 @pytest.fixture(scope="module")
 def baseline():
     return measured()
-
-
-def held(cell, term):
-    return cell.memory["rest"][term]
-
-
-def peak(cell):
-    """The most bytes, without what other tests of this process left behind."""
-    return cell.memory["peak"] - held(cell, "others")
 
 
 def forward(cell):

@@ -12,7 +12,7 @@ from surokit.dissection.cell import Cell
 from surokit.dissection.job import Job, Tokens
 from surokit.dissection.measure import measure
 from surokit.dissection.settings import Setting
-from tests.dissection.cells import all_kernels
+from tests.dissection.cells import all_kernels, held, peak
 
 SMALL = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=512, ffn=192, max_length=512)
 LARGE = replace(SMALL, layers=12, width=1024, heads=16, kv_heads=8, vocab=32768, ffn=2816)
@@ -39,11 +39,6 @@ def cell(device, what="train", **changes):
     return found, parts
 
 
-def own(found):
-    """The peak without what other tests of this process left behind."""
-    return found.memory["peak"] - found.memory["rest"]["others"]
-
-
 def test_a_step_is_found_in_its_parts(device):
     found, parts = cell(device)
     assert set(parts) >= LINEARS | {"embedding", "RMSNorm", "attention", "SiLU and gate", "lm_head", "optimizer"}
@@ -56,32 +51,32 @@ def test_recompute_and_kernels_of_attention_keep_less(device):
     whole, _ = cell(device, attention="math")
     flash, _ = cell(device, attention="flash")
     full, _ = cell(device, attention="math", recompute="full")
-    assert own(flash) < own(whole)
-    assert own(full) < own(whole)
+    assert peak(flash) < peak(whole)
+    assert peak(full) < peak(whole)
     assert full.losses == pytest.approx(whole.losses, rel=1e-2)
 
 
 def test_stored_weights_and_those_on_the_host_take_less(device):
     plain, _ = cell(device, "tune", lora=8)
     stored, _ = cell(device, "tune", lora=8, recipe="qnf4")
-    kept = [each.memory["rest"]["frozen weights"] for each in (plain, stored)]
+    kept = [held(each, "frozen weights") for each in (plain, stored)]
     assert kept[1] < 0.7 * kept[0] or device.type == "cpu"  # which keeps decoded copies of a small model
     if device.type == "cuda":
         away, _ = cell(device, "tune", lora=8, offload_weights=True)
-        assert own(away) < own(plain)
+        assert peak(away) < peak(plain)
 
 
 def test_a_compiled_step_has_a_peak(cuda):
     plain, _ = cell(cuda)
     compiled, _ = cell(cuda, compile=True)
-    assert own(compiled) > sum(plain.memory["rest"].values()) - plain.memory["rest"]["others"]
+    assert peak(compiled) > sum(plain.memory["rest"].values()) - held(plain, "others")
 
 
 def test_generation_by_parts(device):
     found, parts = cell(device, "infer")
     assert set(parts) >= LINEARS | {"attention", "lm_head"}
     assert found.prefill_ms is not None
-    assert found.planned["terms"]["KV cache"] == found.memory["rest"]["KV cache"]
+    assert found.planned["terms"]["KV cache"] == held(found, "KV cache")
 
 
 @pytest.mark.parametrize("engine", ["transformers", "trainer"])

@@ -103,14 +103,12 @@ def collectives(o: Observed) -> Collectives:
 
 def by_size(found: Collectives) -> Table:
     """Build the table of collectives by kind and bytes, those that take longest first: collective, bytes, calls and ms a step."""
-    kinds = Counter(zip(found.names, found.nbytes_C.tolist()))
-    ns: Counter[tuple[str, int]] = Counter()
-    for kind, took in zip(zip(found.names, found.nbytes_C.tolist()), (found.end_C - found.start_C).tolist()):
-        ns[kind] += took
+    took: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for name, nbytes, ns in zip(found.names, found.nbytes_C.tolist(), (found.end_C - found.start_C).tolist()):
+        took[name, nbytes].append(ns)
     steps = len(found.windows)
-    return table(
-        "collective bytes calls ms", [(*kind, kinds[kind] / steps, ms(n) / steps) for kind, n in ns.most_common()]
-    )
+    rows = [(*kind, len(each) / steps, ms(sum(each)) / steps) for kind, each in took.items()]
+    return table("collective bytes calls ms", sorted(rows, key=lambda row: -row[-1]))
 
 
 def counts_text(found: Collectives, most: int = 3) -> str:
