@@ -57,6 +57,14 @@ def gib(value: float) -> str:
     return f"{value * 1024:.3g} MiB"
 
 
+def size(nbytes: float) -> str:
+    """Write a number of bytes in B, kB, MB or GB."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= one:
+            return f"{nbytes / one:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def days(value: float) -> str:
     """Write days, hours, minutes or seconds, whichever is at least one."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):

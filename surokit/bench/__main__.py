@@ -160,14 +160,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     dissection = commands.add_parser(
-        "dissection", help="each optimization of a 135M shape alone: training, fine-tuning or generation"
+        "dissection", help="each optimization of a small decoder alone: training, fine-tuning or generation"
     )
     dissection.add_argument(
         "--what", choices=("train", "zero", "tune", "infer"), default="train", help="(default train)"
     )
     dissection.add_argument("--folder", type=Path, help="keeps the cells; the same command goes on")
     dissection.add_argument("--rounds", type=int, default=5, help="of all cells (default 5)")
-    dissection.add_argument("--small", action="store_true", help="a tiny shape, to try it")
+    dissection.add_argument("--model", choices=("33M", "135M", "tiny"), default="33M", help="(default 33M)")
 
     zenflow = commands.add_parser(
         "zenflow", help="losses of ZenFlow here and in DeepSpeed, of the same schedule, over steps of a small decoder"

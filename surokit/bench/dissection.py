@@ -1,5 +1,5 @@
-"""Dissect training, fine-tuning and generation in the shape of SmolLM2-135M, with the switches that a processor has; "zero" is
-training in two processes, with DeepSpeed beside ours.
+"""Dissect training, fine-tuning and generation of a small decoder, with the switches that a processor has; "zero" is training in
+two processes, with DeepSpeed beside ours.
 
 The cells are kept in a folder, which a second call goes on from; the raw result holds them all.
 """
@@ -18,9 +18,19 @@ from surokit.statistics import ROUNDS
 if TYPE_CHECKING:
     from surokit.dissection.dissection import Dissection
 
+WIDTHS = {"width": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "max_length": 2048, "tied": True, "norm_eps": 1e-5}
 LENGTH = 350  # tokens, the mean of alpaca's samples (arXiv 2311.03687)
-STEPS = 3  # that are timed in each of five rounds
-GIB = 3.0  # that the largest batch may take: a step of it ends within seconds
+STEPS = 4  # that are timed in each of five rounds, as many as ZenFlow has from one update to the next
+GIB = 0.6  # that the largest batch may take: a step of it ends within seconds
+#: What a model is called -> how it is described, and its configuration. Widths are those of SmolLM2-135M's config.json.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "33M": ("8 layers in the widths of SmolLM2-135M, 33M parameters", {**WIDTHS, "layers": 8, "vocab": 8192}),
+    "135M": ("the shape of SmolLM2-135M", {**WIDTHS, "layers": 30, "vocab": 49152}),
+    "tiny": (
+        "a tiny shape",
+        {"layers": 1, "width": 64, "heads": 2, "kv_heads": 1, "ffn": 128, "vocab": 1024, "max_length": 512},
+    ),
+}
 #: What each kind of work is measured over: in one call after the other, into one folder.
 CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "train": (
@@ -46,38 +56,32 @@ CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, small: bool = False) -> dict[str, Any]:
-    """Measure the cells that the folder lacks, and return the raw result of all of them. small: a tiny shape, to try it."""
+def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, model: str = "33M") -> dict[str, Any]:
+    """Measure the cells that the folder lacks, and return the raw result of all of them. model: one of MODELS."""
     import surokit as sk
     from surokit import texts
     from surokit.environment import environment
 
+    described, fields = MODELS[model]
+    config = sk.DecoderConfig(**fields)
     tokenizer = sk.train_tokenizer(texts.SHAKESPEARE, vocab_size=1024)
     data = sk.text(texts.SHAKESPEARE, tokenizer, length=LENGTH, batch=1)
     batches = list(itertools.islice(data, 60))
     with tempfile.TemporaryDirectory() as own:
         place = folder or Path(own) / what
         for call in CALLS[what]:
-            sk.dissect(shape(small), batches, steps=STEPS, rounds=rounds, folder=place, **{"what": what, **call})
+            sk.dissect(config, batches, steps=STEPS, rounds=rounds, folder=place, **{"what": what, **call})
         found = sk.Dissection.load(place)
-    shape_of = "a tiny shape" if small else "the shape of SmolLM2-135M"
     return {
-        "benchmark": f"dissection of {what}: {shape_of}, {LENGTH} tokens of Shakespeare a sequence",
-        "settings": {"timed steps a round": STEPS, "the largest batch takes at most": f"{GIB:g} GiB"},
+        "benchmark": f"dissection of {what}: {described}, {LENGTH} tokens of Shakespeare a sequence",
+        "settings": {
+            "rounds": rounds,
+            "timed steps a round": STEPS,
+            "the largest batch takes at most": f"{GIB:g} GiB",
+        },
         "environment": environment(),
         "dissection": {"head": found.head, "cells": [asdict(cell) for cell in found.cells]},
     }
-
-
-def shape(small: bool = False) -> Any:
-    """Return the configuration of SmolLM2-135M, as its config.json has it, or a tiny one."""
-    import surokit as sk
-
-    if small:
-        return sk.DecoderConfig(layers=1, width=64, heads=2, kv_heads=1, ffn=128, vocab=1024, max_length=512)
-    return sk.DecoderConfig(
-        layers=30, width=576, heads=9, kv_heads=3, ffn=1536, vocab=49152, max_length=2048, tied=True, norm_eps=1e-5
-    )
 
 
 def found_in(data: Mapping[str, Any]) -> Dissection:

@@ -121,6 +121,7 @@ def steps() -> tuple[HourStep, ...]:
     memory = _bench("memory", "--out", "{out}/memory.json")
     ceilings = _bench("ceilings", "--out", "{out}/ceilings.json")
     dissection = _bench("dissection", "--folder", "{out}/dissection", "--out", "{out}/dissection.json", "--rounds", "1")
+    dissection += ("--model", "135M")
     peers = _bench("peers", "--minutes", "{minutes}", "--out", "{out}/peers.json")
     return (
         _gpu("smoke", "a small step of every recipe against the definition", "smoke", minutes=3.0, once=True),
@@ -161,7 +162,7 @@ def steps() -> tuple[HourStep, ...]:
             "dissection",
             "each optimization of a 135M shape alone",
             dissection,
-            (*dissection, "--what", "tune", "--small"),
+            (*dissection, "--what", "tune", "--model", "tiny"),
             file="dissection.json",
         ),
         _gpu("rest", "the rest of the benchmark"),

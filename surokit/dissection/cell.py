@@ -33,7 +33,7 @@ class Cell:
         "peak"; limit_gib.
     planned: "peak" bytes and "terms", "step_ms" (None without a calibration), "binds".
     cores_in_use: cores of this machine that others used just before or after, on a CPU.
-    profile: milliseconds a step, from profiled steps: wall, busy, idle, phases, parts, ops, lost, communication.
+    profile: milliseconds a step, from profiled steps: wall, busy, idle, phases, parts, activities, lost, communication.
     """
 
     name: str
@@ -119,8 +119,8 @@ class Cell:
 
     @property
     def idle(self) -> float | None:
-        """Return the share of a profiled step in which the device had nothing to do."""
-        return self.profile["idle_ms"] / self.profile["wall_ms"] if self.profile else None
+        """Return the share of a profiled step in which the device neither computed nor exchanged data."""
+        return sum(self.profile["phases_idle_ms"].values()) / self.profile["wall_ms"] if self.profile else None
 
     @property
     def loss(self) -> float | None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from surokit.racing.comparability import digest_of
@@ -24,12 +25,12 @@ def digests(model: nn.Module) -> dict[str, str]:
 def changed(model: nn.Module, before: Mapping[str, str]) -> str:
     """Say how parameters differ from those that had these digests, in a sentence; "" where none does.
 
-    All processes call this together.
+    All processes call this together, and it says what the first of them sees.
     """
     parameters = dict(model.named_parameters())
     missing = [name for name in before if name not in parameters]
     now = digests(model)
-    others = [name for name in before if name in now and now[name] != before[name]]
+    others = _of_first([name for name in before if name in now and now[name] != before[name]])
     if missing:
         return f"{len(missing)} of {len(before)} parameters have other names, the first {missing[0]}"
     if not others:
@@ -38,6 +39,14 @@ def changed(model: nn.Module, before: Mapping[str, str]) -> str:
     with _gathered(parameters[first]):
         how = _how(parameters[first].detach(), before[first])
     return f"{len(others)} of {len(before)} parameters are others than before, the first {first}, which {how}"
+
+
+def _of_first(names: list[str]) -> list[str]:
+    """Return the names that the first process has: a parameter that all of them gather next has to be the same one in each."""
+    told = [names]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def _how(p: Tensor, before: str) -> str:

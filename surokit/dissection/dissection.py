@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Level = Literal["step", "phase", "module", "operator", "communication"]
-FORMAT = 2
+FORMAT = 3
 BUSY = 0.5  # cores that others use, from which a cell on a CPU is called disturbed
 HEAD, CELLS, PROFILES = "dissection.json", "cells", "profiles"
+PHASE_COLUMNS = ("wall_ms", "busy_ms", "exposed_ms", "idle_ms", "overlapped_ms")
 _PHASES = ("forward", "backward", "optimizer")
 
 
@@ -104,11 +105,12 @@ class Dissection:
 
         "step": one row a cell: tokens_per_s with its interval low to high, step_ms, planned_ms, peak_gib, planned_gib, idle
             (share), loss, loss_change against the baseline of the same work, state, why.
-        "phase": one row a cell: forward, backward, optimizer, other, in ms, which sum to step; the share of each in which the
-            device was idle; communication in ms: exposed, in which nothing else ran, and overlapped.
+        "phase": one row a cell and phase, in ms: wall_ms, of which busy_ms is what it computes, exposed_ms what it exchanges or
+            waits for while nothing else runs, and idle_ms the rest; overlapped_ms, exchanged while it computes, is part of
+            busy_ms. The phases are forward, backward, optimizer and other; prefill and decode where tokens are generated.
         "module": one row a part of the decoder, in ms with the time in which it was waited; one column a cell. The rows sum to
         the step.
-        "operator": the same by operator, on a GPU by kernel, with idle as a row of its own.
+        "operator": the same by operator, on a GPU by kernel and copy, with collectives by their size and idle as rows.
         "communication": one row a cell, collective and size: cell, collective, bytes, calls and ms a step; ms is from begin to
         end, with what is waited for other processes, and may pass while the process computes, so that it sums to nothing.
 
@@ -125,7 +127,10 @@ class Dissection:
             return pandas.DataFrame([self._step_row(one) for one in self.cells])
         profiled = [one for one in self.cells if one.profile]
         if level == "phase":
-            return pandas.DataFrame([{"cell": _label(one, several), **_phases(one)} for one in profiled])
+            return pandas.DataFrame(
+                [{"cell": _label(one, several), **row} for one in profiled for row in phase_rows(one)],
+                columns=["cell", "phase", *PHASE_COLUMNS],
+            )
         if level == "communication":
             chosen = profiled if cell is None else [self[cell]]
             rows = [
@@ -326,9 +331,6 @@ class Dissection:
         return write(self, Path(folder))
 
 
-_IDLE = "idle"
-
-
 def _what(what: str | None) -> str:
     return {"tune": "fine-tuning", "train": "a training step", "infer": "generation"}.get(what or "", "steps")
 
@@ -353,26 +355,21 @@ def _change(change: float | None) -> str:
     return "" if change is None else "same" if change == 0 else f"{change:+.2g}"
 
 
-def _phases(cell: Cell) -> dict[str, float]:
-    """Return the phases of a step, which sum to it, and the idle share of each; of generation the prefill and a token's step."""
-    if (prefill := cell.profile.get("prefill")) is not None:
-        idle = {"prefill_idle": prefill["idle_ms"] / prefill["wall_ms"], "decode_idle": cell.idle or 0.0}
-        return {"prefill": cell.prefill_ms or 0.0, "decode": cell.ms or 0.0, **idle}
+def phase_rows(cell: Cell) -> list[dict[str, Any]]:
+    """Return the phases of a cell's step, which sum to it; of generation the prefill and a token's step."""
     p = cell.profile
-    wall = {name: p["phases_ms"][name] for name in _PHASES}
-    times = {name: ms * cell.scale for name, ms in {**wall, "other": p["wall_ms"] - sum(wall.values())}.items()}
-    known = p.get("phases_idle_ms")  # of cells that were measured since it is known
-    return {
-        **times,
-        "step": sum(times.values()),
-        **(
-            {}
-            if known is None
-            else {f"{name}_idle": known[name] / wall[name] if wall[name] else 0.0 for name in _PHASES}
-        ),
-        "exposed_communication": p["comm_exposed_ms"] * cell.scale,
-        "overlapped_communication": (p["comm_ms"] - p["comm_exposed_ms"]) * cell.scale,
-    }
+    if (prefill := p.get("prefill")) is not None:
+        both = (("prefill", prefill, cell.prefill_ms or 0.0), ("decode", p, cell.ms or 0.0))
+        return [{"phase": name, **_divided(ms, ms * of["idle_ms"] / of["wall_ms"], 0.0, 0.0)} for name, of, ms in both]
+    columns = ("phases_ms", "phases_idle_ms", "phases_exposed_ms", "phases_overlapped_ms")
+    named = {name: [p[column][name] * cell.scale for column in columns] for name in _PHASES}
+    whole = [sum(p[column].values()) * cell.scale for column in columns]
+    named["other"] = [all_of - sum(each) for all_of, each in zip(whole, zip(*named.values()))]
+    return [{"phase": name, **_divided(*times)} for name, times in named.items()]
+
+
+def _divided(wall: float, idle: float, exposed: float, overlapped: float) -> dict[str, float]:
+    return dict(zip(PHASE_COLUMNS, (wall, wall - exposed - idle, exposed, idle, overlapped)))
 
 
 def _module_rows(cell: Cell) -> list[dict[str, Any]]:
@@ -410,15 +407,16 @@ def _generated_rows(cell: Cell, prefill: Mapping[str, Any]) -> list[dict[str, An
 
 
 def _operator_rows(cell: Cell) -> list[dict[str, Any]]:
-    p, whole = cell.profile, cell.profile["wall_ms"]
-    on_gpu = p["activity"] == "gpu"
-    listed = [
-        (row["kernel" if on_gpu else "op"], row["calls"], row["self_ms"]) for row in p["kernels" if on_gpu else "ops"]
+    whole = cell.profile["wall_ms"]
+    return [
+        {
+            "operator": row["activity"],
+            "calls": row["calls"],
+            "ms": row["ms"] * cell.scale,
+            "share": row["ms"] / whole,
+        }
+        for row in cell.profile["activities"]
     ]
-    # on a CPU what an operator takes by itself is busy time, but for what autograd's nodes and ranges do around operators
-    rest = p["busy_ms"] - sum(ms for _, _, ms in listed)
-    rows = [*listed, ("other", None, rest), (_IDLE, None, p["idle_ms"])]
-    return [{"operator": name, "calls": calls, "ms": ms * cell.scale, "share": ms / whole} for name, calls, ms in rows]
 
 
 __all__ = ["CELLS", "FORMAT", "HEAD", "PROFILES", "Dissection", "Level"]

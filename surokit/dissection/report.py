@@ -36,13 +36,12 @@ def sections(found: Dissection, heading: str = "##") -> list[str]:
     ]
     phase = found.table("phase")
     if len(phase):
-        shares = [name for name in phase.columns if name.endswith("_idle")]
         cells = [
-            [row["cell"], *(f"{row[name]:.0%}" if name in shares else f"{row[name]:.1f}" for name in phase.columns[1:])]
+            [row["cell"], row["phase"], *(f"{row[name]:.1f}" for name in phase.columns[2:])]
             for row in phase.to_dict("records")
         ]
-        header = ["cell", *(name.replace("_", " ") for name in phase.columns[1:])]
-        lines += ["", f"{heading} By phase, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
+        header = ["cell", "phase", "wall", "busy", "exposed communication", "idle", "overlapped communication"]
+        lines += ["", f"{heading} By phase, ms", "", markdown_table(cells, header=header, right=range(2, len(header)))]
     module = found.table("module")
     if len(module):
         cells = [[str(part), *(f"{value:.1f}" for value in row)] for part, row in zip(module.index, module.to_numpy())]

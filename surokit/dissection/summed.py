@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from surokit.profiler import Profile
+import pandas as pd
 
-OPERATORS = 40  # rows that are kept
+from surokit.profiler import Profile
+from surokit.profiler.analysis.activities import IDLE
+
+ACTIVITIES = 40  # rows that are kept
+OTHERS = "others"
 
 
 def summed(found: Profile) -> dict[str, Any]:
@@ -15,14 +19,23 @@ def summed(found: Profile) -> dict[str, Any]:
     return {
         **{name: s[name] for name in ("wall_ms", "busy_ms", "idle_ms", "comm_ms", "comm_exposed_ms")},
         "phases_ms": s["phases_ms"],
-        "phases_idle_ms": s["phases_idle_ms"],
+        **{name: s[name] for name in ("phases_exposed_ms", "phases_idle_ms", "phases_overlapped_ms")},
         **{
             name: s[name]
             for name in ("launches_per_step", "syncs_per_step", "h2d_bytes", "d2h_bytes", "steps", "activity")
         },
         "parts": found.parts.to_dict("records"),
-        "ops": found.ops.head(OPERATORS)[["op", "calls", "self_ms"]].to_dict("records"),
-        "kernels": found.kernels.head(OPERATORS)[["kernel", "calls", "self_ms"]].to_dict("records"),
-        "collectives": found.collectives.head(OPERATORS).to_dict("records"),
+        "activities": _longest(found.activities),
+        "collectives": found.collectives.head(ACTIVITIES).to_dict("records"),
         "lost": found.lost[["cause", "ms_per_step"]].to_dict("records"),
     }
+
+
+def _longest(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows that take longest, the sum of the others, and idle."""
+    ran = table[table["activity"] != IDLE]
+    rest = ran.iloc[ACTIVITIES:]
+    rows: list[dict[str, Any]] = ran.head(ACTIVITIES).to_dict("records")
+    if len(rest):
+        rows.append({"activity": OTHERS, "calls": float(rest["calls"].sum()), "ms": float(rest["ms"].sum())})
+    return [*rows, {"activity": IDLE, "calls": None, "ms": float(table["ms"].iloc[-1])}]

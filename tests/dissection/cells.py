@@ -36,6 +36,7 @@ def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):
     ]
     wall = attention + linear + optimizer + idle
     forward = (attention + linear) / 3
+    nothing = dict.fromkeys(("forward", "backward", "optimizer", "other", "data"), 0.0)
     return {
         "wall_ms": wall,
         "busy_ms": wall - idle,
@@ -47,17 +48,21 @@ def profile(attention=20.0, linear=30.0, optimizer=10.0, idle=5.0):
             "other": 0.0,
             "data": 0.0,
         },
-        "phases_idle_ms": {"forward": idle, "backward": 0.0, "optimizer": 0.0, "other": 0.0, "data": 0.0},
+        "phases_idle_ms": {**nothing, "forward": idle},
+        "phases_exposed_ms": {**nothing, "backward": 1.0},
+        "phases_overlapped_ms": {**nothing, "backward": 2.0},
         "comm_exposed_ms": 1.0,
         "comm_ms": 3.0,
         "collectives": [{"collective": "all_gather", "bytes": 4096, "calls": 2.0, "ms": 3.0}],
         "activity": "cpu",
         "parts": [dict(zip(PARTS, row)) for row in rows],
-        "ops": [
-            {"op": "aten::mm", "calls": 4, "self_ms": linear},
-            {"op": "aten::bmm", "calls": 2, "self_ms": attention},
+        "activities": [
+            {"activity": "aten::mm", "calls": 4, "ms": linear},
+            {"activity": "aten::bmm", "calls": 2, "ms": attention},
+            {"activity": "others", "calls": 7, "ms": optimizer - 1},
+            {"activity": "all_gather, 4.1 kB", "calls": 2, "ms": 1.0},
+            {"activity": "idle", "calls": None, "ms": idle},
         ],
-        "kernels": [],
         "lost": [],
     }
 

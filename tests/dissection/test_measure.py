@@ -88,8 +88,8 @@ def test_scores_that_are_kept_whole_take_memory(baseline):
     assert peak(math) >= peak(flash) + 2 * scores
     assert peak(flash) == peak(baseline)
     ours = "surokit::causal_attention_cpu"
-    assert ours in {row["op"] for row in flash.profile["ops"]}
-    assert ours not in {row["op"] for row in math.profile["ops"]}
+    assert ours in {row["activity"] for row in flash.profile["activities"]}
+    assert ours not in {row["activity"] for row in math.profile["activities"]}
 
 
 def test_optimizers_hold_what_they_say(baseline):

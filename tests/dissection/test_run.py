@@ -205,7 +205,7 @@ def test_a_trainer_in_a_process_of_its_own_trains_in_one():
     found = run.launched(run.measured, job(engine="trainer"), 600)
     assert found["state"] == "measured"
     assert "communication" not in {row["part"] for row in found["profile"]["parts"]}
-    assert not [row for row in found["profile"]["ops"] if "c10d" in row["op"]]
+    assert not [row for row in found["profile"]["activities"] if "c10d" in row["activity"]]
 
 
 def test_one_of_several_that_runs_out_of_memory_ends_all():

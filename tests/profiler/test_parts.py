@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 import surokit as sk
+from surokit.profiler.analysis.activities import activities_table
 from surokit.profiler.analysis.collectives import by_size, collectives
 from surokit.profiler.analysis.parts import IN_LAYERS, ORDER, part_of, parts_table
 from surokit.profiler.analysis.phases import PHASES
 from surokit.profiler.analysis.roles import Observed
 from surokit.profiler.analysis.tables import analyse
 from surokit.profiler.analysis.timeline import Event, Kind
+from surokit.profiler.record.messages import Message
 from tests.profiler.traces import US, block, communication, spans
 
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=96, max_length=64, qk_norm=True)
@@ -90,6 +92,10 @@ def test_rows_sum_to_the_step(fuse):
     assert sums["idle_ms"] == pytest.approx(found.summary["idle_ms"], rel=1e-6)
     assert sums["ms"] == pytest.approx(found.summary["wall_ms"], rel=1e-6)
     assert list(rows["part"]) == [part for part in ORDER if part in set(rows["part"])]
+    ran = found.activities
+    assert ran["ms"].min() >= 0
+    assert ran["ms"].sum() == pytest.approx(found.summary["wall_ms"], rel=1e-6)
+    assert ran["ms"].iloc[-1] == pytest.approx(found.summary["idle_ms"], rel=1e-6)
     expected = {"Linear, fused", "norm and gate, fused"} if fuse else {"Linear q", "Linear gate", "RMSNorm"}
     assert expected | {"embedding", "attention", "lm_head", "loss", "optimizer"} <= set(rows["part"])
 
@@ -186,7 +192,11 @@ def test_a_wait_in_the_optimizer_is_idle_time_of_that_phase_alone():
         )
 
     for wait in (0, 30):
-        s = analyse(step(wait)).summary
+        recording = step(wait)
+        table, s = activities_table(recording), analyse(recording).summary
+        assert dict(zip(table["activity"], table["ms"])) == pytest.approx(
+            {"aten::mm": 0.02, "aten::_foreach_mul_": 0.01, "aten::_foreach_add_": 0.01, "idle": 0.06 + wait / 1000}
+        )
         assert s["phases_idle_ms"] == pytest.approx(
             {**dict.fromkeys(PHASES, 0.0), "optimizer": wait / 1000, "forward": 0.0, "other": 0.06}
         )
@@ -195,21 +205,72 @@ def test_a_wait_in_the_optimizer_is_idle_time_of_that_phase_alone():
 
 def test_a_wait_for_other_processes_in_a_layer_is_communication():
     """On a faked clock: the layer's sum ends at 20 us, and its process waits for a gather on another thread until 50."""
-    found = parts_table(
+    recording = block(
+        [
+            Event(Kind.OP, "aten::add", 10 * US, 20 * US, 1),
+            Event(Kind.ANNOTATION, "gloo:all_gather", 15 * US, 50 * US, 2),
+            Event(Kind.OP, "aten::add", 50 * US, 60 * US, 1),
+        ],
+        60,
+        modules=(("Net", "Net"), ("Net.layers.0", "Block")),
+        **spans((0, 0, 60), (1, 10, 60)),
+        device="cpu",
+        messages=(Message(Kind.ANNOTATION, 15 * US, 50 * US, 2, "all_gather", nbytes=1500),),
+        world=2,
+    )
+    found = parts_table(recording)
+    assert dict(zip(found["part"], found["idle_ms"])) == pytest.approx(
+        {"residual sum": 0.0, "communication": 0.03, "other": 0.01}
+    )
+    table = activities_table(recording)
+    assert dict(zip(table["activity"], table["ms"])) == pytest.approx(
+        {"all_gather, 3 kB": 0.03, "aten::add": 0.02, "idle": 0.01}
+    )
+    assert dict(zip(table["activity"], table["calls"])) == {"all_gather, 3 kB": 1, "aten::add": 2, "idle": None}
+    s = analyse(recording).summary
+    for column, expected in (("exposed", 0.03), ("overlapped", 0.005), ("idle", 0.01)):
+        assert s[f"phases_{column}_ms"]["forward"] == pytest.approx(expected)
+        assert sum(s[f"phases_{column}_ms"].values()) == pytest.approx(expected)
+
+
+def test_a_collective_on_a_gpu_has_the_phase_that_asked_for_it():
+    """On a faked clock: a gather that forward's hook asks for, of which 10 us of 30 run beside a kernel."""
+    recording = block(
+        [
+            Event(Kind.RUNTIME, "cudaLaunchKernel", 2 * US, 3 * US, 1, correlation=1),
+            Event(Kind.KERNEL, "gemm", 5 * US, 25 * US, 7, correlation=1),
+            Event(Kind.RUNTIME, "cudaLaunchKernel", 4 * US, 5 * US, 1, correlation=2),
+            Event(Kind.KERNEL, "ncclDevKernel_AllGather", 15 * US, 45 * US, 8, correlation=2),
+        ],
+        60,
+        modules=(("Net", "Net"),),
+        **spans((0, 1, 50)),
+    )
+    s = analyse(recording).summary
+    assert s["phases_exposed_ms"] == pytest.approx({**dict.fromkeys(PHASES, 0.0), "forward": 0.02})
+    assert s["phases_overlapped_ms"] == pytest.approx({**dict.fromkeys(PHASES, 0.0), "forward": 0.01})
+    table = activities_table(recording)
+    assert table["activity"] == ["gemm", "all_gather", "idle"]
+    assert table["ms"] == pytest.approx([0.02, 0.02, s["idle_ms"]])
+
+
+def test_autograd_and_two_threads_in_the_table_of_activities():
+    """On a faked clock: a node's Python is idle, an operator has no time of those in it, and two threads are busy once."""
+    table = activities_table(
         block(
             [
-                Event(Kind.OP, "aten::add", 10 * US, 20 * US, 1),
-                Event(Kind.ANNOTATION, "gloo:all_gather", 20 * US, 50 * US, 2),
-                Event(Kind.OP, "aten::add", 50 * US, 60 * US, 1),
+                Event(Kind.OP, "autograd::engine::evaluate_function: Own", 0, 50 * US, 1),
+                Event(Kind.OP, "OwnBackward", 5 * US, 45 * US, 1),
+                Event(Kind.OP, "aten::matmul", 10 * US, 30 * US, 1),
+                Event(Kind.OP, "aten::mm", 12 * US, 28 * US, 1),
+                Event(Kind.OP, "aten::add", 20 * US, 40 * US, 2),
             ],
             60,
-            modules=(("Net", "Net"), ("Net.layers.0", "Block")),
-            **spans((0, 0, 60), (1, 10, 60)),
             device="cpu",
         )
     )
-    assert dict(zip(found["part"], found["idle_ms"])) == pytest.approx(
-        {"residual sum": 0.0, "communication": 0.03, "other": 0.01}
+    assert dict(zip(table["activity"], table["ms"])) == pytest.approx(
+        {"aten::mm": 0.016, "aten::matmul": 0.004, "aten::add": 0.01, "idle": 0.03}
     )
 
 

@@ -179,6 +179,7 @@ def spans(rank, collectives, compute=(), group=("", ()), other=None, stop=200, r
         step_C=nothing,
         sequence_C=np.array(numbers, np.int64),
         nbytes_C=nothing,
+        activity_C=nothing - 1,
         start_C=times[:, 0],
         end_C=times[:, 1],
         compute=(busy[:, 0], busy[:, 1]),

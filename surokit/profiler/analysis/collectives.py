@@ -30,7 +30,7 @@ class Collectives:
 
     names: the collectives as torch.distributed calls them; point-to-point transfers are among them. step_C: of the step that
     asked for it. sequence_C: its number in its group; nbytes_C: of the larger of input and output on one rank; each -1
-    where it is not known. compute: intervals in which the rank computes. communication: in which data moves or is waited for,
+    where it is not known. activity_C: the kernel's index among the activities, -1 for one on the host. compute: intervals in which the rank computes. communication: in which data moves or is waited for,
     the collectives and the operators around them. windows: the steps.
     """
 
@@ -40,6 +40,7 @@ class Collectives:
     step_C: Int
     sequence_C: Int
     nbytes_C: Int
+    activity_C: Int
     start_C: Int
     end_C: Int
     compute: tuple[Int, Int]
@@ -77,6 +78,7 @@ def collectives(o: Observed) -> Collectives:
     )
     order = np.lexsort((start_C, asked_C))
     start_C, end_C, note_C, on_host_C = start_C[order], end_C[order], note_C[order], order >= len(on_device)
+    activity_C = np.concatenate((np.flatnonzero(kernels), np.full(len(on_host), -1, np.int64)))[order]
     step_C = np.clip(np.searchsorted(o.hosts, asked_C[order], side="right") - 1, 0, o.steps - 1)
     notes = [o.r.messages[i] if i >= 0 else None for i in note_C.tolist()]
     names = [note.collective if note else collective_name(o.names[i]) for note, i in zip(notes, name_C[order].tolist())]
@@ -93,6 +95,7 @@ def collectives(o: Observed) -> Collectives:
         step_C=step_C.astype(np.int64),
         sequence_C=np.array([note.sequence if note else -1 for note in notes], np.int64),
         nbytes_C=sizes,
+        activity_C=activity_C,
         start_C=start_C,
         end_C=end_C,
         compute=tl.merge(*o.computation()),

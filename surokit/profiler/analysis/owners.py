@@ -52,7 +52,7 @@ class Owners:
         self.attribution = Attribution(recording, timeline)
         self.ops, self.nodes = self.attribution.ops, self.attribution.nodes
         self.ranges = events.take(events.is_kind(Kind.ANNOTATION))
-        self.tops = self.ops.take(_outermost(self.ops))
+        self.tops = self.ops.take(tl.outermost(self.ops.start_E, self.ops.end_E, self.ops.thread_E))
 
     def at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Bool]:
         """Return the owner at each of these host moments, and whether it is in a backward pass."""
@@ -135,16 +135,6 @@ def owners_of(o: Observed) -> tuple[Owners, Int, Bool]:
         owner[o.active.is_kind(Kind.MEMCPY)] = COPIES
     owner[o.communicates_A] = COMMUNICATION
     return owners, owner, backward
-
-
-def _outermost(calls: Timeline) -> Bool:
-    """Return a mask of the calls inside no other call of their thread."""
-    found = np.zeros(len(calls), bool)
-    for thread in np.unique(calls.thread_E).tolist():
-        here = np.flatnonzero(calls.thread_E == thread)
-        reach = np.maximum.accumulate(calls.end_E[here])
-        found[here] = np.concatenate(([True], calls.start_E[here][1:] >= reach[:-1]))
-    return found
 
 
 def _mask_at(mask: Bool, index_Q: Int) -> Bool:

@@ -115,8 +115,7 @@ def _idle(modules: Modules) -> tuple[Int, Int]:
         follows = np.where(o.next_G >= 0, pick(modules.owner_A, o.next_G), OUTSIDE)
         return follows, o.end_G - o.start_G
     talk = o.communication()
-    edges = np.unique(np.concatenate((o.start_G, o.end_G, o.r.start_S, o.r.end_S, *talk)))
-    begin, end = edges[:-1], edges[1:]
+    begin, end = tl.cut((o.start_G, o.end_G), (o.r.start_S, o.r.end_S), talk)
     inside = tl.covered(o.start_G, o.end_G, begin, end) > 0
     begin, end = begin[inside], end[inside]
     owner, _ = modules.owners.at(np.full(len(begin), o.r.thread, np.int64), (begin + end) // 2)

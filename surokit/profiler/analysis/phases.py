@@ -1,11 +1,14 @@
 """Sort each moment of a step into a phase: data, copies, forward, backward, optimizer, sync, other.
 
 On a CPU a moment's phase is what the host does in it. On a GPU a busy moment has the phase of whoever asked for the
-activity; in a gap, host wait has the phase of what the host does, and the other waits that of the activity that follows.
-So a step's phases sum to its wall time exactly. A loss counts as forward, clipping as optimizer.
+activity, a collective that of the moment in which the host asked for it; in a gap, host wait has the phase of what the host
+does, and the other waits that of the activity that follows. So a step's phases sum to its wall time exactly. A loss counts as
+forward, clipping as optimizer.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,29 +17,73 @@ from surokit.profiler.analysis.causes import Layer, cumulative
 from surokit.profiler.analysis.modules import Modules
 from surokit.profiler.analysis.owners import CLIP, COPIES, DATA, FORWARD, LOSS, OPTIMIZER
 from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES, Observed
-from surokit.profiler.analysis.timeline import Int
+from surokit.profiler.analysis.timeline import Bool, Int
 
 BACKWARD_BRIDGE_NS = 200_000  # autograd nodes closer than this belong to one backward pass
 PHASES = ("sync", "data", "copies", "optimizer", "backward", "forward", "other")
 
 
-def phases(o: Observed, modules: Modules) -> tuple[dict[str, Int], dict[str, Int]]:
-    """Return the nanoseconds of each step by phase, and those of them in which the device was idle."""
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """A Phases holds the nanoseconds of each step K by phase P: wall_KP = computing + exposed_KP + idle_KP.
+
+    exposed_KP: the device, or on a CPU the process, exchanges data or waits for that, and nothing else runs. idle_KP: not even
+    that. overlapped_KP: data is exchanged while something runs, which is part of computing.
+    """
+
+    wall_KP: Int
+    exposed_KP: Int
+    idle_KP: Int
+    overlapped_KP: Int
+
+    def by_step(self) -> dict[str, Int]:
+        """Return the wall time of each step by phase."""
+        return dict(zip(PHASES, self.wall_KP.T))
+
+
+def phases(o: Observed, modules: Modules) -> Phases:
+    """Divide each step by phase."""
     unions = cumulative(_host_layers(o, modules))
-    idle_KP = np.zeros((o.steps, len(PHASES)), np.int64)
-    if not o.on_gpu:
-        begin, stop = np.array(o.windows).T
-        sums_KP = _layered(unions, begin, stop)
-        np.add.at(idle_KP, o.step_G, _layered(unions, o.start_G, o.end_G))
-    else:
-        np.add.at(idle_KP, o.step_G, _layered(unions, o.start_G, o.start_G + o.host_G))
-        phase_A, follows = _phase_of_activities(modules), o.next_G >= 0  # the last gap of a window is all host wait
-        asked = phase_A[o.next_G[follows]]
-        np.add.at(idle_KP, (o.step_G[follows], asked), (o.kernel_G + o.other_G)[follows])
-        sums_KP = idle_KP.copy()
-        for sums_P, here, own in zip(sums_KP, o.within, o.own):
-            np.add.at(sums_P, phase_A[here], own)
-    return dict(zip(PHASES, sums_KP.T)), dict(zip(PHASES, idle_KP.T))
+    return _on_device(o, modules, unions) if o.on_gpu else _on_host(o, unions)
+
+
+def _on_host(o: Observed, unions: list[Layer]) -> Phases:
+    begin_K, stop_K = np.array(o.windows).T
+    computing, talking = o.computation(), o.communication()
+    begin, end = tl.cut(tl.merge(*computing), tl.merge(*talking), (begin_K, stop_K))
+    inside = (begin >= o.begin) & (end <= o.stop)
+    begin, end = begin[inside], end[inside]
+    step = np.searchsorted(begin_K, begin, "right") - 1
+    computes, talks = (tl.covered(*layer, begin, end) > 0 for layer in (computing, talking))
+
+    def summed(chosen: Bool) -> Int:
+        sums_KP = np.zeros((o.steps, len(PHASES)), np.int64)
+        np.add.at(sums_KP, step[chosen], _layered(unions, begin[chosen], end[chosen]))
+        return sums_KP
+
+    return Phases(
+        wall_KP=_layered(unions, begin_K, stop_K),
+        exposed_KP=summed(talks & ~computes),
+        idle_KP=summed(~talks & ~computes),
+        overlapped_KP=summed(talks & computes),
+    )
+
+
+def _on_device(o: Observed, modules: Modules, unions: list[Layer]) -> Phases:
+    idle_KP, exposed_KP, overlapped_KP = np.zeros((3, o.steps, len(PHASES)), np.int64)
+    np.add.at(idle_KP, o.step_G, _layered(unions, o.start_G, o.start_G + o.host_G))
+    phase_A, follows = _phase_of_activities(modules, unions), o.next_G >= 0  # the last gap of a window is all host wait
+    asked = phase_A[o.next_G[follows]]
+    np.add.at(idle_KP, (o.step_G[follows], asked), (o.kernel_G + o.other_G)[follows])
+    wall_KP, computing = idle_KP.copy(), tl.merge(*o.computation())
+    for k, (here, own) in enumerate(zip(o.within, o.own)):
+        np.add.at(wall_KP[k], phase_A[here], own)
+        talk = here[o.communicates_A[here]]
+        start, end = tl.own_part(o.active.start_E[talk], o.active.end_E[talk], *o.windows[k])
+        hidden = tl.covered(*computing, start, end)
+        np.add.at(overlapped_KP[k], phase_A[talk], hidden)
+        np.add.at(exposed_KP[k], phase_A[talk], end - start - hidden)
+    return Phases(wall_KP, exposed_KP, idle_KP, overlapped_KP)
 
 
 def _layered(unions: list[Layer], begin_Q: Int, stop_Q: Int) -> Int:
@@ -60,17 +107,22 @@ def _both(a: Layer, b: Layer) -> Layer:
     return np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
 
 
-def _phase_of_activities(modules: Modules) -> Int:
+def _phase_of_activities(modules: Modules, unions: list[Layer]) -> Int:
     """Return for each activity the index of its phase in PHASES."""
+    o = modules.o
+    at = o.host_time_A[o.communicates_A]
+    asked_A = np.zeros(len(o.active), np.int64)
+    asked_A[o.communicates_A] = _layered(unions, at, at + 1).argmax(axis=1)
     owner, number = modules.owner_A, {name: i for i, name in enumerate(PHASES)}
     return np.select(
         [
+            o.communicates_A,
             owner == COPIES,
             owner == DATA,
             (owner == OPTIMIZER) | (owner == CLIP),
             modules.backward_A,
             (owner >= 0) | (owner == LOSS) | (owner == FORWARD),
         ],
-        [number[p] for p in ("copies", "data", "optimizer", "backward", "forward")],
+        [asked_A, *(number[p] for p in ("copies", "data", "optimizer", "backward", "forward"))],
         number["other"],
     )

@@ -30,7 +30,7 @@ from surokit.profiler.analysis.causes import (
     syncs_table,
 )
 from surokit.profiler.analysis.modules import Modules
-from surokit.profiler.analysis.phases import PHASES, phases
+from surokit.profiler.analysis.phases import PHASES, Phases, phases
 from surokit.profiler.analysis.roles import Observed, Table, is_operator, ms, short_file, table
 from surokit.profiler.analysis.timeline import Bool, Int, Kind, Timeline
 from surokit.profiler.record.recording import Recording
@@ -65,11 +65,11 @@ def analyse(recording: Recording, named_by: Recording | None = None, waited: Seq
     o = Observed(recording)
     modules = Modules(o, named_by)
     divided = divide(o)
-    by_phase, idle_by_phase = phases(o, modules)
+    by_phase = phases(o, modules)
     own_op_E, tops = tl.self_time(o.ops.start_E, o.ops.end_E, o.ops.thread_E), modules.owners.tops
     copying_E = o.named(o.ops, lambda n: n in _COPY_OPS) & o.in_steps(o.ops.start_E)
     tables = {
-        "steps": _steps(o, by_phase),
+        "steps": _steps(o, by_phase.by_step()),
         "gaps": gaps_table(o, divided),
         "lines": lines_table(o, divided),
         "syncs": syncs_table(o),
@@ -85,7 +85,7 @@ def analyse(recording: Recording, named_by: Recording | None = None, waited: Seq
     tables["lost"] = lost_table(o, divided, tables, in_copies_ns, waited)
     if not o.seen:  # nothing recorded is not nothing done
         tables |= {name: {column: [] for column in tables[name]} for name in ("gaps", "lines", "lost")}
-    return Analysis(_summary(o, modules, tables["steps"], idle_by_phase), tables, o.windows, tuple(o.notes))
+    return Analysis(_summary(o, modules, tables["steps"], by_phase), tables, o.windows, tuple(o.notes))
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
@@ -153,7 +153,7 @@ def _device_copies(o: Observed) -> Table:
 # --------------------------------------------------------------------------------------------------------------- summary
 
 
-def _summary(o: Observed, modules: Modules, steps: Table, idle_by_phase: dict[str, Int]) -> dict[str, Any]:
+def _summary(o: Observed, modules: Modules, steps: Table, by_phase: Phases) -> dict[str, Any]:
     n, r = o.steps, o.r
     wall, busy = ms(o.wall_ns) / n, ms(o.busy_K.sum()) / n if o.seen else nan
     p5, p50, p95 = np.percentile(steps["wall_ms"], [5, 50, 95]).tolist()
@@ -187,10 +187,16 @@ def _summary(o: Observed, modules: Modules, steps: Table, idle_by_phase: dict[st
         "collect_ms": ms(collect_ns(o)) / n,
         "peak_gib": r.peak_bytes / 2**30,
         "phases_ms": {p: sum(steps[f"{p}_ms"]) / n for p in PHASES},
-        "phases_idle_ms": {p: ms(idle_by_phase[p].sum()) / n if o.seen else nan for p in PHASES},
+        "phases_exposed_ms": _by_phase(o, by_phase.exposed_KP),
+        "phases_idle_ms": _by_phase(o, by_phase.idle_KP),
+        "phases_overlapped_ms": _by_phase(o, by_phase.overlapped_KP),
         "overhead_ms": ms(_overhead(o)) / n,
         "unprofiled_ms": ms(r.unprofiled_ns) if r.unprofiled_ns is not None else None,
     }
+
+
+def _by_phase(o: Observed, sums_KP: Int) -> dict[str, float]:
+    return {p: ms(ns) / o.steps if o.seen else nan for p, ns in zip(PHASES, sums_KP.sum(axis=0))}
 
 
 def _launch_delay(o: Observed) -> float | None:

@@ -210,17 +210,27 @@ def overlap(start_I: Int, end_I: Int, start_J: Int, end_J: Int) -> int:
     return int(covered(start_I, end_I, start, end).sum())
 
 
-def own_time(start_I: Int, end_I: Int, begin: int, stop: int) -> Int:
-    """Share the union among the intervals: each gets its part of [begin, stop) that no earlier-started one covers. The
-    shares sum to `total` exactly, so time that two streams are busy together is counted once, for the one that was there
-    first."""
+def own_part(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int]:
+    """Return for each interval its part of [begin, stop) that no earlier-started one covers. The parts are disjoint and make up
+    the union, so time that two streams are busy together is counted once, for the one that was there first."""
     start, end = clip(start_I, end_I, begin, stop)
     order = np.lexsort((-end, start))
     reach = np.maximum.accumulate(end[order]) if len(order) else end
     before = np.concatenate(([begin], reach[:-1])) if len(order) else reach
-    share = np.empty_like(start)
-    share[order] = np.maximum(end[order] - np.maximum(start[order], before), 0)
-    return share
+    start[order] = np.minimum(np.maximum(start[order], before), end[order])
+    return start, end
+
+
+def own_time(start_I: Int, end_I: Int, begin: int, stop: int) -> Int:
+    """Return the lengths of the intervals' own parts, which sum to `total` exactly."""
+    start, end = own_part(start_I, end_I, begin, stop)
+    return end - start
+
+
+def cut(*layers: tuple[Int, Int]) -> tuple[Int, Int]:
+    """Cut the time from the first edge of these layers of intervals to the last one into pieces, at every edge."""
+    edges = np.unique(np.concatenate([edge for layer in layers for edge in layer]))
+    return edges[:-1], edges[1:]
 
 
 def gaps(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int, Int]:
@@ -232,6 +242,16 @@ def gaps(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int, Int
     following = np.concatenate((start_I[live], [stop]))
     is_gap = following > reach
     return reach[is_gap], following[is_gap], np.concatenate((live, [-1]))[is_gap].astype(np.int64)
+
+
+def outermost(start_I: Int, end_I: Int, thread_I: Int) -> Bool:
+    """Return a mask of the calls inside no other call of their thread. Calls are sorted by start, parents first."""
+    found = np.zeros(len(start_I), bool)
+    for thread in np.unique(thread_I).tolist():
+        here = np.flatnonzero(thread_I == thread)
+        reach = np.maximum.accumulate(end_I[here])
+        found[here] = np.concatenate(([True], start_I[here][1:] >= reach[:-1]))
+    return found
 
 
 def innermost(start_I: Int, end_I: Int, at_Q: Int) -> Int:

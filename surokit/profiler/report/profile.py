@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
+from surokit.profiler.analysis.activities import activities_table
 from surokit.profiler.analysis.causes import Waited
 from surokit.profiler.analysis.collectives import by_size, collectives
 from surokit.profiler.analysis.parts import parts_table
@@ -156,6 +157,17 @@ class Profile:
         import pandas
 
         return pandas.DataFrame(self._parts)
+
+    @property
+    def activities(self) -> pd.DataFrame:
+        """Return the time of a step by what ran: operators, on a GPU kernels and copies, collectives by their size, and `idle`.
+
+        Columns: activity, calls (None for idle), ms, which sums to the wall time. An operator has the time in which it calls
+        no other; what two threads or streams do at once counts for the one that was there first.
+        """
+        import pandas
+
+        return pandas.DataFrame(activities_table(self._done()))
 
     @property
     def collectives(self) -> pd.DataFrame:
