@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab check test test-plain-cpu test-oldest test-gpu gpu-hour soak same-answers lint docs clean
+.PHONY: help quickstart lab check test test-plain-cpu test-deepspeed test-oldest test-gpu gpu-hour soak same-answers lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,8 +73,18 @@ test-oldest: ## the tests with the oldest torch and Triton that are allowed, on 
 		$(OLDEST_VENV)/.test
 	@OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist loadfile --timeout 900 -m "not gpu and not soak"
 
+# DeepSpeed lies apart, since with it in the environment other libraries behave differently. Its AdamW is compiled at first use.
+DEEPSPEED := deepspeed==0.19.8
+DEEPSPEED_AT = $(CURDIR)/$(VENV)/$(subst ==,-,$(DEEPSPEED))
+test-deepspeed: $(VENV)/.test ## DeepSpeed's engine and its ZenFlow beside ours, for which a C++ compiler is needed; three minutes
+	@if [ ! -d $(DEEPSPEED_AT) ]; then echo "== installing $(DEEPSPEED) in $(DEEPSPEED_AT)"; \
+		DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --target $(DEEPSPEED_AT) \
+			$(DEEPSPEED) einops hjson msgpack ninja py-cpuinfo; fi
+	@PATH=$(DEEPSPEED_AT)/bin:$$PATH PYTHONPATH=$(DEEPSPEED_AT) OMP_NUM_THREADS=1 $(PYTEST) -q --timeout 900 tests/dissection/test_deepspeed.py
+
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
+	@$(MAKE) --no-print-directory test-deepspeed
 	@$(MAKE) --no-print-directory test-oldest
 
 # ANSWERS takes more of what `python -m tests.answers --help` lists: ANSWERS='--only plans,runs'

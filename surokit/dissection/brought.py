@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from surokit.dissection.cell import Cell
+from surokit.dissection.cell import FORMAT, Cell
 
 _LINE = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
 _LOSS = re.compile(r"lm loss:\s*([\d.Ee+-]+)")
@@ -32,6 +32,8 @@ def brought(path: Path) -> list[Cell]:
     try:
         found = json.loads(text)
         rows = found["cells"] if isinstance(found, Mapping) else found
+        if isinstance(found, Mapping) and found.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"it has the format {found['format']}, and this package reads {FORMAT}")
         return [_of_row(row, found, path) for row in rows]
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

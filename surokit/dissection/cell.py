@@ -13,6 +13,7 @@ import numpy as np
 from surokit.places import write_whole
 from surokit.statistics import Interval, bootstrap_interval, geometric_mean
 
+FORMAT = 3  # of what is written of a cell
 State = Literal["measured", "does not fit", "refused", "failed", "late"]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from surokit.dissection.loop import BETAS, CLIP, DECAY, decayed
-from surokit.offload.zenflow import SELECT_EVERY
+from surokit.offload.zenflow import SELECT_EVERY, UPDATE_EVERY
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
 from surokit.ranks import rank_here
@@ -27,7 +27,7 @@ ZENFLOW: Mapping[str, Any] = {
     "topk_ratio": 0.1,
     "select_strategy": "step",
     "select_interval": SELECT_EVERY,
-    "update_interval": 4,
+    "update_interval": UPDATE_EVERY,
     "full_warm_up_rounds": 0,
     "overlap_step": True,
 }

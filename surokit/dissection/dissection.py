@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from surokit.dissection.brought import brought
-from surokit.dissection.cell import Cell
+from surokit.dissection.cell import FORMAT, Cell
 from surokit.dissection.effect import Effect, Pair, effects, switches_of
 from surokit.dissection.settings import BASELINE, WORK
+from surokit.offload.zenflow import UPDATE_EVERY
 from surokit.profiler.analysis.parts import IN_LAYERS, ORDER
 from surokit.statistics import ROUNDS, TOO_FEW
 from surokit.tables import html_table, text_table
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Level = Literal["step", "phase", "module", "operator", "communication"]
-FORMAT = 3
 BUSY = 0.5  # cores that others use, from which a cell on a CPU is called disturbed
 HEAD, CELLS, PROFILES = "dissection.json", "cells", "profiles"
 PHASE_COLUMNS = ("wall_ms", "busy_ms", "exposed_ms", "idle_ms", "overlapped_ms")
@@ -276,6 +276,12 @@ class Dissection:
             if cell.work.get("changed")
         ]
         found += self._rounds()
+        steps = self.head.get("steps", UPDATE_EVERY)
+        if uneven := [c.name for c in self.cells if steps % UPDATE_EVERY and c.setting.get("optimizer") == "zenflow"]:
+            found.append(
+                f"{', '.join(uneven)}: {counted(steps, 'step')} of a round hold more or fewer updates on the host than the mean of "
+                f"one in {UPDATE_EVERY}: take a multiple of {UPDATE_EVERY}"
+            )
         if busy := [cell.name for cell in self.cells if cell.cores_in_use > BUSY]:
             found.append(f"other programs used the processor while {', '.join(busy)} ran, so their times say little")
         if all(cell.planned.get("step_ms") is None for cell in self.cells) and self.cells:
@@ -419,4 +425,4 @@ def _operator_rows(cell: Cell) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["CELLS", "FORMAT", "HEAD", "PROFILES", "Dissection", "Level"]
+__all__ = ["CELLS", "HEAD", "PROFILES", "Dissection", "Level"]

@@ -29,11 +29,12 @@ _OUT = (  # the last ones are oneDNN's, which has no other words for it, and Pyt
 
 
 def room_gib(device: torch.device, gib: float | None, processes: int = 1) -> float | None:
-    """Return the GiB that each process of a cell may take: of a GPU those given, else all; of a CPU its share of them. None where
-    they are not known."""
+    """Return the GiB that each process of a cell may take: its share of those given, of a GPU or of the CPU, or of all there are.
+    None where they are not known."""
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory / 2**30
-        return whole if gib is None else min(gib, whole)
+        on_each = -(-processes // torch.cuda.device_count())
+        return (whole if gib is None else min(gib, whole)) / on_each
     machine = machine_gib()
     whole_gib = gib if gib is not None else None if machine is None else SHARE * machine
     return None if whole_gib is None else whole_gib / processes

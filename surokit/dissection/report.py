@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.dissection.cell import as_json
+from surokit.dissection.cell import FORMAT, as_json
 from surokit.places import make_folder, write_whole
 from surokit.tables import markdown_table
 
@@ -18,7 +18,7 @@ def write(found: Dissection, folder: Path) -> Path:
     """Write report.md, step.png and cells.json in a folder, and return the first."""
     make_folder(folder, "a report")
     found.plot().savefig(folder / "step.png", dpi=150)
-    write_whole(folder / "cells.json", as_json({"cells": [asdict(cell) for cell in found.cells]}))
+    write_whole(folder / "cells.json", as_json({"format": FORMAT, "cells": [asdict(cell) for cell in found.cells]}))
     lines = [f"# {found.title}", "", *_head(found), "", *sections(found), "", "![the step by parts](step.png)", ""]
     lines += ["Raw values: [cells.json](cells.json).", ""]
     file = folder / "report.md"

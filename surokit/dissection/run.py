@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from surokit.calibration import kept
 from surokit.dissection import memory as memories
-from surokit.dissection.cell import Cell
-from surokit.dissection.dissection import CELLS, FORMAT, HEAD, PROFILES, Dissection
+from surokit.dissection.cell import FORMAT, Cell
+from surokit.dissection.dissection import CELLS, HEAD, PROFILES, Dissection
 from surokit.dissection.job import Job, Source, Tokens, machine_of
 from surokit.dissection.measure import attempt, config_of, largest, measure, search
 from surokit.dissection.planned import planned_of, why_not
@@ -71,8 +71,8 @@ def dissect(
     what: "train" trains all weights, "tune" an adapter of rank 16 (over={"lora": ...} says otherwise).
     over: switch -> values, the first being the baseline's; surokit.dissection.settings.Setting has the switches.
     together: whether a cell has every switch at its last value; "all" measures every combination.
-    steps: that are timed in each cell and round, after 3 of warm-up; in the first round a few more are measured for memory and
-        profiled.
+    steps: that are timed in each cell and round, after 3 of warm-up, a multiple of 4 where ZenFlow is among them; in the first
+        round a few more are measured for memory and profiled.
     rounds: how often all cells are measured, in turn: what a machine does at one time and not at another is in the interval then,
         and there is none with fewer than 5.
     folder: keeps the cells; a second call with the same folder measures what is missing. It returns all cells of the folder.
@@ -94,16 +94,10 @@ def dissect(
     tokens, rows, length = read_batch(batch, seed)
     sizes: Mapping[str, Source] = model if isinstance(model, Mapping) else {"": model}
     named = {"model": tuple(sizes)} if isinstance(model, Mapping) else {}
-    over = {**named, **(DEFAULT_OVER[what] if over is None else over)}
-    base = Setting(batch=rows, length=length, lora=RANK if what == "tune" else 0, gpus=_gpus(over, where))
-    cells = grid(over, what, base, together)
+    cells = cells_of({**named, **(DEFAULT_OVER[what] if over is None else over)}, what, rows, length, where, together)
     if strange := next((asked.setting.model for asked in cells if asked.setting.model not in sizes), None):
         raise ValueError(
             f"dissect(over={{'model': {strange!r}}}): give the models as a dict of names, with one of that name."
-        )
-    if where.index is not None and any(asked.setting.gpus > 1 for asked in cells):
-        raise ValueError(
-            f"dissect(device={device!r}): that is one GPU, and cells with gpus > 1 take several: give 'cuda'."
         )
     head = _head(sizes, tokens, (rows, length), what, steps, lr, seed, where, cells[0].setting.labels())
     order = [asked.name for asked in cells]
@@ -146,12 +140,43 @@ def dissect(
     return Dissection(cells_of_folder.values(), found.head).in_order(found.head["order"])
 
 
-def _gpus(over: Mapping[str, Any], device: torch.device) -> int:
-    """Return how many processes the baseline has where nobody says: several where a switch divides what they hold."""
-    stages = over.get("zero", 0)
-    if not any(stages if isinstance(stages, Iterable) and not isinstance(stages, str) else (stages,)):
-        return 1
-    return max(2, torch.cuda.device_count() if device.type == "cuda" else 0)
+def cells_of(
+    over: Mapping[str, Any],
+    what: What,
+    batch: int = 1,
+    length: int = 0,
+    device: torch.device | None = None,
+    together: bool | Literal["all"] = True,
+) -> list[Asked]:
+    """Return the cells of a grid on a device, the CPU where none is given. ValueError for what cannot be."""
+    device = torch.device("cpu") if device is None else device
+    stages, gpus = over.get("zero", 0), 1
+    if any(stages if isinstance(stages, Iterable) and not isinstance(stages, str) else (stages,)):
+        # the copies that it is compared with are as many
+        if "gpus" not in over:
+            gpus = max(2, torch.cuda.device_count() if device.type == "cuda" else 0)
+        elif isinstance(over["gpus"], int):
+            over = {**over, "gpus": (over["gpus"],)}
+    base = Setting(batch=batch, length=length, lora=RANK if what == "tune" else 0, gpus=gpus)
+    cells = grid(over, what, base, together)
+    _check_device([asked.setting for asked in cells], device)
+    return cells
+
+
+def _check_device(settings: Iterable[Setting], device: torch.device) -> None:
+    """Raise ValueError for a GPU with a number, where cells take several or the engine takes the first one."""
+    if device.index is None:
+        return
+    for s in settings:
+        if s.gpus > 1:
+            raise ValueError(
+                f"dissect(device='{device}'): that is one GPU, and cells with gpus > 1 take several: give 'cuda'."
+            )
+        if device.index and s.engine in ("trainer", "deepspeed"):
+            raise ValueError(
+                f"dissect(device='{device}'): engine={s.engine} trains on the first GPU that it sees: give 'cuda', and choose the "
+                f"GPU by CUDA_VISIBLE_DEVICES={device.index}."
+            )
 
 
 def _turns(cells: Sequence[Asked], there: Mapping[str, Cell], rounds: int) -> Iterator[tuple[int, Asked]]:

@@ -18,7 +18,7 @@ from surokit.optim.adamw import AdamW, AdamW8bit
 from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
 from surokit.planner import Plan, plan
-from surokit.profiler import profile
+from surokit.profiler import Profile, profile
 from surokit.ranks import rank_here
 from surokit.train.session import Session
 from surokit.train.setup import Vocabulary
@@ -31,7 +31,7 @@ class Training(Work):
         super().__init__(job, device)
         setting = job.setting
         self.model, self.weights = started(job, device)
-        batches = (WARM_UP + job.steps + 1 + BEFORE + PROFILED) * setting.accumulate * setting.gpus
+        batches = (WARM_UP + job.steps + BEFORE + PROFILED + BEFORE + 1 + 1) * setting.accumulate * setting.gpus
         parallel = None
         if setting.gpus > 1:
             parallel = Parallel(shard=setting.gpus if setting.zero else 1, reshard=setting.zero != 2)
@@ -60,12 +60,20 @@ class Training(Work):
         }
 
     def observe(self) -> dict[str, Any]:
-        found = {"memory": self._memory(), "planned": figures_of(self.planned)}
-        with profile(steps=PROFILED, warmup=BEFORE) as profiled:
-            self.session.run(PROFILED + BEFORE)
+        planned = figures_of(self.planned)
+        profiled = self._profiled(PROFILED)
+        # a replayed graph calls no hook: modules and phases of memory are those of steps without
+        if self.session.engine.give_up_graphs("a dissection measures memory and modules in eager steps"):
+            planned = {**figures_of(self.planned), "step_ms": planned.get("step_ms")}
+            profiled = profiled.named_by(self._profiled(1))
         if self.job.keep and rank_here().is_first:
             profiled.save(self.job.keep)
-        return {**found, "profile": summed(profiled)}
+        return {"memory": self._memory(), "planned": planned, "profile": summed(profiled)}
+
+    def _profiled(self, steps: int) -> Profile:
+        with profile(steps=steps, warmup=BEFORE) as found:
+            self.session.run(BEFORE + steps)
+        return found
 
     def attempt(self, batch: int) -> None:
         s = self.job.setting

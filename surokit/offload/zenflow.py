@@ -49,6 +49,7 @@ from surokit.torch_private import declare_amp_scaling
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
 
+UPDATE_EVERY = 4  # steps of a window, where nobody says how many
 SELECT_EVERY = 100  # steps, where nobody says how many an epoch has
 
 
@@ -112,7 +113,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         topk_ratio: float = 0.1,
         select_strategy: Literal["auto", "step", "epoch"] = "auto",
         select_interval: int | Literal["auto"] = "auto",
-        update_interval: int | Literal["auto"] = 4,
+        update_interval: int | Literal["auto"] = UPDATE_EVERY,
         full_warm_up_rounds: int = 0,
         overlap_step: bool = True,
         auto_ratio: float = 0.99,

@@ -202,11 +202,11 @@ class Graphs:
         self._change()
         return self._changed
 
-    def make_room(self) -> bool:
-        """Give up graphs that leave no memory for an eager step; False where there are none."""
+    def give_up(self, why: str) -> bool:
+        """Give up the graphs, with their memory, so that every later step is eager; False where there are none."""
         if not self._parts:
             return False
-        self._refuse("they left no memory for a step that had to be eager")
+        self._refuse(why)
         return True
 
     def _stays_eager(self, why: str) -> bool:

@@ -160,10 +160,14 @@ class Engine:
         try:
             return work(*args, **options)
         except torch.OutOfMemoryError:
-            if not self._graphs.make_room():
+            if not self.give_up_graphs("they left no memory for a step that had to be eager"):
                 raise
         random.restore()  # out here, where the error does not hold a step's memory
         return work(*args, **options)
+
+    def give_up_graphs(self, why: str) -> bool:
+        """Give up recorded CUDA graphs, with their memory, so that every later step is eager; False where there are none."""
+        return self._graphs is not None and self._graphs.give_up(why)
 
     def eager(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Compute the gradients operation by operation, as `gradients`; what others left in .grad is no part of them."""

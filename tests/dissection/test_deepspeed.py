@@ -44,6 +44,14 @@ def test_what_divided_weights_and_their_masters_take(cells):
     assert zero3["optimizer"] == pytest.approx(whole, rel=0.01)  # its masters are in no group between steps
 
 
+def test_zenflow_holds_transposes_and_the_cell_says_so():
+    job = replace(BASE, setting=replace(BASE.setting, gpus=1, engine="deepspeed", optimizer="zenflow"), steps=4)
+    (found,) = sk.launch(all_measured, [job], gpus=1, output="none")
+    assert found["state"] == "measured", found
+    assert found["work"]["changed"].startswith("8 of 11 parameters are others than before, the first ")
+    assert found["work"]["changed"].endswith("which holds its transpose in the old shape")
+
+
 def test_a_host_that_does_not_compile(monkeypatch):
     monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
     monkeypatch.setattr("torch.utils.cpp_extension.get_cxx_compiler", lambda: "no such compiler")

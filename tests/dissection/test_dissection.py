@@ -171,6 +171,14 @@ def test_what_is_to_be_known_stands_beside_the_table(found):
     assert "did not start from the same weights" in repr(Dissection([*found.cells, other]))
 
 
+def test_updates_of_zenflow_in_a_round(found):
+    lazy = cell("optimizer=zenflow", optimizer="zenflow")
+    for steps, said in ((10, "10 steps of a round hold more or fewer updates"), (8, "")):
+        text = repr(Dissection([*found.cells, lazy], {"what": "train", "steps": steps}))
+        assert ("optimizer=zenflow: 10 steps" in text) == bool(said)
+        assert said in text
+
+
 def test_generation_has_its_own_columns():
     def writes(name, prefill_ms, output, **changes):
         made = cell(name, **changes, tokens=2, losses=())

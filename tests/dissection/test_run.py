@@ -410,6 +410,19 @@ def test_batches_are_one_stream_of_tokens():
     assert set(tokens.labels.tolist()) == {-100}
 
 
+def test_zero_is_compared_on_as_many_processes():
+    for over, gpus in (({"zero": 2}, 2), ({"zero": (0, 3), "gpus": 4}, 4), ({"zero": (0, 2), "gpus": (2, 3)}, None)):
+        counts = {asked.setting.gpus for asked in run.cells_of(over, "train")}
+        assert counts == ({gpus} if gpus else {2, 3})
+    assert {asked.setting.gpus for asked in run.cells_of({"gpus": 4}, "train")} == {1, 4}
+
+
+@pytest.mark.parametrize("over", [{"gpus": 2}, {"engine": "deepspeed"}, {"engine": "trainer"}])
+def test_a_gpu_with_a_number(over):
+    with refused(ValueError):
+        run.cells_of(over, "train", device=torch.device("cuda", 1))
+
+
 def test_what_is_no_model():
     with refused(TypeError):
         sk.dissect(cast("Any", 12), (2, 32), **OPTIONS)

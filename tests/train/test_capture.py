@@ -360,6 +360,16 @@ class TestEagerStepsBetween:
                 session.arrivals.explain(4, make_batches(1), session.random.state)
         assert "left no memory" in str(session.graphs)
 
+    def test_graphs_are_given_up_when_they_are_asked_to(self) -> None:
+        eager, graphs = toy(), graphed(toy())
+        assert not eager.engine.give_up_graphs("they are not wanted")
+        assert_same_run(eager, graphs, 4)
+        assert graphs.graphs.state == "on"
+        with not_captured("they are not wanted"):
+            assert graphs.engine.give_up_graphs("they are not wanted")
+            assert_same_run(eager, graphs, 2)
+        assert str(graphs.graphs) == "off: they are not wanted"
+
     def test_memory_for_one_is_made(self) -> None:
         class Large(Toy):
             """Has room for an eager step where no graph is."""

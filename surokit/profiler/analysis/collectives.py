@@ -30,8 +30,9 @@ class Collectives:
 
     names: the collectives as torch.distributed calls them; point-to-point transfers are among them. step_C: of the step that
     asked for it. sequence_C: its number in its group; nbytes_C: of the larger of input and output on one rank; each -1
-    where it is not known. activity_C: the kernel's index among the activities, -1 for one on the host. compute: intervals in which the rank computes. communication: in which data moves or is waited for,
-    the collectives and the operators around them. windows: the steps.
+    where it is not known. activity_C: the kernel's index among the activities, -1 for one on the host. compute: intervals in
+    which the rank computes. communication: in which data moves or is waited for, the collectives and the operators around them.
+    windows: the steps.
     """
 
     rank: int
