@@ -163,7 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
         "dissection", help="each optimization of a small decoder alone: training, fine-tuning or generation"
     )
     dissection.add_argument(
-        "--what", choices=("train", "zero", "tune", "infer"), default="train", help="(default train)"
+        "--what", choices=("train", "zero", "tune", "peft", "infer"), default="train", help="(default train)"
     )
     dissection.add_argument("--folder", type=Path, help="keeps the cells; the same command goes on")
     dissection.add_argument("--rounds", type=int, default=5, help="of all cells (default 5)")

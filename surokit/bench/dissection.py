@@ -1,5 +1,5 @@
 """Dissect training, fine-tuning and generation of a small decoder, with the switches that a processor has; "zero" is training in
-two processes, with DeepSpeed beside ours.
+two processes, with DeepSpeed beside ours, and "peft" fine-tuning with PEFT and bitsandbytes beside it.
 
 The cells are kept in a folder, which a second call goes on from; the raw result holds them all.
 """
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 WIDTHS = {"width": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "max_length": 2048, "tied": True, "norm_eps": 1e-5}
 LENGTH = 350  # tokens, the mean of alpaca's samples (arXiv 2311.03687)
 STEPS = 4  # that are timed in each of five rounds, as many as ZenFlow has from one update to the next
-GIB = 0.6  # that the largest batch may take: a step of it ends within seconds
-#: What a model is called -> how it is described, and its configuration. Widths are those of SmolLM2-135M's config.json.
-MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "33M": ("8 layers in the widths of SmolLM2-135M, 33M parameters", {**WIDTHS, "layers": 8, "vocab": 8192}),
-    "135M": ("the shape of SmolLM2-135M", {**WIDTHS, "layers": 30, "vocab": 49152}),
+#: What a model is called -> how it is described, its configuration (widths are those of SmolLM2-135M's config.json), and the GiB
+#: that its largest batch may take, so that a step of it ends within seconds.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
+    "33M": ("8 layers in the widths of SmolLM2-135M, 33M parameters", {**WIDTHS, "layers": 8, "vocab": 8192}, 0.6),
+    "135M": ("the shape of SmolLM2-135M", {**WIDTHS, "layers": 30, "vocab": 49152}, 3.0),
     "tiny": (
         "a tiny shape",
         {"layers": 1, "width": 64, "heads": 2, "kv_heads": 1, "ffn": 128, "vocab": 1024, "max_length": 512},
+        0.2,
     ),
 }
+LIMITED = "limited"  # a call whose cells may take only that
 #: What each kind of work is measured over: in one call after the other, into one folder.
 CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "train": (
@@ -45,12 +47,16 @@ CALLS: Mapping[str, tuple[dict[str, Any], ...]] = {
             },
             "together": False,
         },
-        {"over": {"attention": ("math",), "batch": (1, 2, "largest")}, "gib": GIB},
+        {"over": {"attention": ("math",), "batch": (1, 2, "largest")}, LIMITED: True},
     ),
     "zero": ({"what": "train", "over": {"zero": (0, 2, 3), "engine": ("surokit", "deepspeed")}, "together": "all"},),
-    "tune": (
-        {"over": {"recipe": ("bf16", "qfp8", "qfp4", "qnf4"), "recompute": ("none", "full")}, "together": False},
-        {"over": {"engine": ("surokit", "transformers"), "recipe": ("bf16", "qnf4")}, "together": "all"},
+    "tune": ({"over": {"recipe": ("bf16", "qfp8", "qfp4", "qnf4"), "recompute": ("none", "full")}, "together": False},),
+    "peft": (
+        {
+            "what": "tune",
+            "over": {"engine": ("surokit", "transformers"), "recipe": ("bf16", "qnf4")},
+            "together": "all",
+        },
     ),
     "infer": ({"over": {"recipe": ("bf16", "fp8", "qfp8", "qnf4"), "batch": (1, 4)}, "together": False},),
 }
@@ -62,7 +68,7 @@ def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, m
     from surokit import texts
     from surokit.environment import environment
 
-    described, fields = MODELS[model]
+    described, fields, gib = MODELS[model]
     config = sk.DecoderConfig(**fields)
     tokenizer = sk.train_tokenizer(texts.SHAKESPEARE, vocab_size=1024)
     data = sk.text(texts.SHAKESPEARE, tokenizer, length=LENGTH, batch=1)
@@ -70,14 +76,16 @@ def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, m
     with tempfile.TemporaryDirectory() as own:
         place = folder or Path(own) / what
         for call in CALLS[what]:
-            sk.dissect(config, batches, steps=STEPS, rounds=rounds, folder=place, **{"what": what, **call})
+            asked = {"what": what, **call}
+            limit = gib if asked.pop(LIMITED, False) else None
+            sk.dissect(config, batches, steps=STEPS, rounds=rounds, folder=place, gib=limit, **asked)
         found = sk.Dissection.load(place)
     return {
         "benchmark": f"dissection of {what}: {described}, {LENGTH} tokens of Shakespeare a sequence",
         "settings": {
             "rounds": rounds,
             "timed steps a round": STEPS,
-            "the largest batch takes at most": f"{GIB:g} GiB",
+            "the largest batch takes at most": f"{gib:g} GiB",
         },
         "environment": environment(),
         "dissection": {"head": found.head, "cells": [asdict(cell) for cell in found.cells]},
@@ -86,9 +94,11 @@ def run(what: str = "train", folder: Path | None = None, rounds: int = ROUNDS, m
 
 def found_in(data: Mapping[str, Any]) -> Dissection:
     """Return the dissection of a raw result."""
-    from surokit.dissection.cell import Cell
+    from surokit.dissection.cell import FORMAT, Cell
     from surokit.dissection.dissection import Dissection
 
+    if (written := data["dissection"]["head"].get("format")) != FORMAT:
+        raise ValueError(f"The cells have the format {written}, and this package reads {FORMAT}: measure them again.")
     return Dissection([Cell.of(row) for row in data["dissection"]["cells"]], data["dissection"]["head"])
 
 

@@ -46,6 +46,8 @@ def _of_row(row: Mapping[str, Any], whole: Any, path: Path) -> Cell:
     """Return the cell of a row: name, step_ms (one or several of a run) or tokens_per_s, tokens_per_step, optional peak_gib, loss,
     setting."""
     if "state" in row:  # as Cell.save and a report have it
+        if row.get("profile") and "activities" not in row["profile"]:
+            raise ValueError(f"the cell {row.get('name')!r} is of an older version")
         return replace(Cell.of(row), origin=row.get("origin") or str(path))
     work = dict(row.get("work") or {})
     tokens = row.get("tokens_per_step") or work.get("tokens_per_step")

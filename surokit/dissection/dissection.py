@@ -106,11 +106,12 @@ class Dissection:
         "step": one row a cell: tokens_per_s with its interval low to high, step_ms, planned_ms, peak_gib, planned_gib, idle
             (share), loss, loss_change against the baseline of the same work, state, why.
         "phase": one row a cell and phase, in ms: wall_ms, of which busy_ms is what it computes, exposed_ms what it exchanges or
-            waits for while nothing else runs, and idle_ms the rest; overlapped_ms, exchanged while it computes, is part of
-            busy_ms. The phases are forward, backward, optimizer and other; prefill and decode where tokens are generated.
+            waits for while nothing else runs, and idle_ms the rest; overlapped_ms is exchanged while it computes, in the phase
+            that asked for it. The phases are forward, backward, optimizer and other; prefill and decode where tokens are generated.
         "module": one row a part of the decoder, in ms with the time in which it was waited; one column a cell. The rows sum to
         the step.
-        "operator": the same by operator, on a GPU by kernel and copy, with collectives by their size and idle as rows.
+        "operator": the same by operator, on a GPU by kernel and copy, with collectives by their size and idle as rows; beyond
+            the longest 40 they are the row `others`.
         "communication": one row a cell, collective and size: cell, collective, bytes, calls and ms a step; ms is from begin to
         end, with what is waited for other processes, and may pass while the process computes, so that it sums to nothing.
 

@@ -71,8 +71,8 @@ def dissect(
     what: "train" trains all weights, "tune" an adapter of rank 16 (over={"lora": ...} says otherwise).
     over: switch -> values, the first being the baseline's; surokit.dissection.settings.Setting has the switches.
     together: whether a cell has every switch at its last value; "all" measures every combination.
-    steps: that are timed in each cell and round, after 3 of warm-up, a multiple of 4 where ZenFlow is among them; in the first
-        round a few more are measured for memory and profiled.
+    steps: that are timed in each cell and round, after 3 of warm-up: choose a multiple of 4 where ZenFlow is among them; in the
+        first round a few more are measured for memory and profiled.
     rounds: how often all cells are measured, in turn: what a machine does at one time and not at another is in the interval then,
         and there is none with fewer than 5.
     folder: keeps the cells; a second call with the same folder measures what is missing. It returns all cells of the folder.

@@ -38,4 +38,4 @@ def _longest(table: pd.DataFrame) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = ran.head(ACTIVITIES).to_dict("records")
     if len(rest):
         rows.append({"activity": OTHERS, "calls": float(rest["calls"].sum()), "ms": float(rest["ms"].sum())})
-    return [*rows, {"activity": IDLE, "calls": None, "ms": float(table["ms"].iloc[-1])}]
+    return rows + table[table["activity"] == IDLE].to_dict("records")

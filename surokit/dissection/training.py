@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surokit.dissection import memory as memories
 from surokit.dissection.job import Job, started
@@ -31,7 +32,8 @@ class Training(Work):
         super().__init__(job, device)
         setting = job.setting
         self.model, self.weights = started(job, device)
-        batches = (WARM_UP + job.steps + BEFORE + PROFILED + BEFORE + 1 + 1) * setting.accumulate * setting.gpus
+        self._running: Profile | None = None
+        batches = (WARM_UP + job.steps + 1 + 2 * (BEFORE + PROFILED)) * setting.accumulate * setting.gpus
         parallel = None
         if setting.gpus > 1:
             parallel = Parallel(shard=setting.gpus if setting.zero else 1, reshard=setting.zero != 2)
@@ -46,6 +48,7 @@ class Training(Work):
             seed=job.seed,
             compile=setting.compile,
             parallel=parallel,
+            meters=[self._mark],
         )
         if setting.offload_activations:
             offload_activations(self.model)
@@ -60,20 +63,30 @@ class Training(Work):
         }
 
     def observe(self) -> dict[str, Any]:
-        planned = figures_of(self.planned)
-        profiled = self._profiled(PROFILED)
-        # a replayed graph calls no hook: modules and phases of memory are those of steps without
-        if self.session.engine.give_up_graphs("a dissection measures memory and modules in eager steps"):
+        planned, graphed = figures_of(self.planned), None
+        if self.session.graphs.state == "on":
+            # a replayed graph calls no hook: modules and phases of memory are those of steps without
+            graphed = self._profiled()
+            self.session.engine.give_up_graphs("a dissection measures memory and modules in eager steps")
             planned = {**figures_of(self.planned), "step_ms": planned.get("step_ms")}
-            profiled = profiled.named_by(self._profiled(1))
+        memory, profiled = self._memory(), self._profiled()
+        if graphed is not None:
+            profiled = graphed.named_by(profiled)
         if self.job.keep and rank_here().is_first:
             profiled.save(self.job.keep)
-        return {"memory": self._memory(), "planned": planned, "profile": summed(profiled)}
+        return {"memory": memory, "planned": planned, "profile": summed(profiled)}
 
-    def _profiled(self, steps: int) -> Profile:
-        with profile(steps=steps, warmup=BEFORE) as found:
-            self.session.run(BEFORE + steps)
+    def _profiled(self) -> Profile:
+        with profile(steps=PROFILED, warmup=BEFORE) as self._running:
+            self.session.run(BEFORE + PROFILED)
+        found, self._running = self._running, None
         return found
+
+    def _mark(self, session: Session) -> dict[str, Tensor]:
+        """End a step of the profile that runs: a replayed graph calls no optimizer that would."""
+        if self._running is not None:
+            self._running.step()
+        return {}
 
     def attempt(self, batch: int) -> None:
         s = self.job.setting

@@ -12,10 +12,14 @@ from torch import nn
 
 from surokit.dissection import memory as memories
 from surokit.dissection.job import Job
+from surokit.offload.zenflow import UPDATE_EVERY
 from surokit.planner import Plan
 
 WARM_UP = 3  # steps before those that are timed: with the third a session records CUDA graphs
-PROFILED, BEFORE = 3, 2  # steps that are profiled, and those before them
+PROFILED, BEFORE = (
+    UPDATE_EVERY,
+    2,
+)  # steps that are profiled, with one update of ZenFlow among them, and those before them
 
 
 def done_at(device: torch.device) -> float:

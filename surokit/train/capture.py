@@ -206,7 +206,8 @@ class Graphs:
         """Give up the graphs, with their memory, so that every later step is eager; False where there are none."""
         if not self._parts:
             return False
-        self._refuse(why)
+        self._refused = why
+        self._forget()
         return True
 
     def _stays_eager(self, why: str) -> bool:

@@ -160,8 +160,10 @@ class Engine:
         try:
             return work(*args, **options)
         except torch.OutOfMemoryError:
-            if not self.give_up_graphs("they left no memory for a step that had to be eager"):
+            why = "they left no memory for a step that had to be eager"
+            if not self.give_up_graphs(why):
                 raise
+            self.fallbacks.append(NOT_CAPTURED.format(why))
         random.restore()  # out here, where the error does not hold a step's memory
         return work(*args, **options)
 

@@ -175,7 +175,7 @@ def test_updates_of_zenflow_in_a_round(found):
     lazy = cell("optimizer=zenflow", optimizer="zenflow")
     for steps, said in ((10, "10 steps of a round hold more or fewer updates"), (8, "")):
         text = repr(Dissection([*found.cells, lazy], {"what": "train", "steps": steps}))
-        assert ("optimizer=zenflow: 10 steps" in text) == bool(said)
+        assert ("steps of a round hold" in text) == bool(said)
         assert said in text
 
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surokit.profiler.analysis.graphs import CELLS, align
+from surokit.profiler.analysis.parts import parts_table
 from surokit.profiler.analysis.tables import analyse
 from surokit.profiler.analysis.timeline import Event, Kind
 from surokit.profiler.record.recording import Shaped
-from tests.profiler.traces import REPLAYED, US, block, eager_step, replay
+from tests.profiler.traces import REPLAYED, US, asked, block, eager_step, replay, spans
 
 
 def us(values):
@@ -62,6 +63,19 @@ def test_what_only_the_replay_runs_stays_unnamed_and_is_counted():
     named = {"Net": (16, 0, 0), "a": (12, 0, 12), "b": (4, 0, 4), "(optimizer)": (4, 0, 4)}
     assert rows(found) == {**named, "(cuda graph)": (9, 0, 9)}
     assert any("3 of 4 kernels in CUDA graphs are named" in note and "69%" in note for note in found.notes)
+
+
+def test_parts_of_a_replay_know_the_operators_of_the_eager_step():
+    eager = block(
+        [Event(Kind.OP, "_Stage", US, 5 * US, 1), *asked(1, "gemm", (2, 4), (5, 9), op="aten::mm")],
+        10,
+        modules=(("Net", "Net"), ("Net.mlp", "MLP")),
+        **spans((0, 0, 9), (1, 1, 9)),
+    )
+    graph = replay((("gemm", 18, 30),))
+    for found, ms in ((parts_table(eager), 0.004), (parts_table(graph, eager), 0.012)):
+        assert dict(zip(found["part"], found["forward_ms"]))["Linear, fused"] == pytest.approx(ms)
+    assert "Linear, fused" not in parts_table(graph)["part"]
 
 
 def test_flops_of_a_replay_are_those_of_the_eager_step():

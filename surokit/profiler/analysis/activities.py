@@ -22,9 +22,11 @@ def activities_table(recording: Recording) -> Table:
 
     An operator has the time in which it calls no other one. What two threads or streams do at once counts for the one that was
     there first. A collective is called by its kind and bytes: on a GPU it is its kernel; with gloo it has the time in which
-    its range is on and no operator runs. What is left is idle.
+    its range is on and no operator runs. What is left is idle. Where nothing was recorded the table is empty.
     """
     o = Observed(recording)
+    if not o.seen:  # nothing recorded is not nothing done
+        return table("activity calls ms", [])
     found = collectives(o)
     label_C = [
         f"{name}, {size(nbytes)}" if nbytes > 0 else name for name, nbytes in zip(found.names, found.nbytes_C.tolist())

@@ -29,6 +29,7 @@ class Modules:
         self.modules = o.r.modules
         self.owners, self.owner_A, self.backward_A = owners_of(o)
         self.eager_A: Int | None = None
+        self._eager: tuple[Observed, Owners] | None = None
         self.named_by = named_by
         if named_by is not None:
             known = {path for path, _ in o.r.modules}
@@ -41,7 +42,8 @@ class Modules:
     def _name_after(self, eager: Observed) -> None:
         index = repeats(eager, self.o)
         found = np.flatnonzero(index >= 0)
-        _, owner, backward = owners_of(eager)
+        owners, owner, backward = owners_of(eager)
+        self._eager = eager, owners
         self.owner_A[found] = self._own_index(eager.r, owner[index[found]])
         self.backward_A[found] = backward[index[found]]
         self.eager_A = index
@@ -51,6 +53,17 @@ class Modules:
         place = {path: m for m, (path, _) in enumerate(self.modules)}
         here = np.array([place[path] for path, _ in other.modules], np.int64)
         return np.where(owner >= 0, pick(here, np.maximum(owner, 0)), owner)
+
+    def outermost(self) -> tuple[tuple[str, ...], Int]:
+        """Return names, and for each activity the index among them of the outermost operator that asked for it, -1 without one.
+        That of a replayed kernel is its counterpart's."""
+        names, top_A = self.o.names, _tops(self.o, self.owners)
+        if self._eager is not None and self.eager_A is not None:
+            eager, owners = self._eager
+            theirs = pick(_tops(eager, owners), self.eager_A)
+            top_A = np.where(theirs >= 0, len(names) + theirs, top_A)
+            names += eager.names
+        return names, top_A
 
     def _note_graphs(self) -> None:
         o = self.o
@@ -119,3 +132,8 @@ class Modules:
                 if parent in index:
                     totals[index[parent]] += sums[m]
         return totals
+
+
+def _tops(o: Observed, owners: Owners) -> Int:
+    """Return for each activity the name of the outermost operator that asked for it, an index into the names; -1 without one."""
+    return pick(owners.tops.name_E.astype(np.int64), owners.top_at(o.host_thread_A, o.host_time_A))

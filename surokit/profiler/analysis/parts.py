@@ -77,11 +77,8 @@ def parts_table(recording: Recording, named_by: Recording | None = None) -> Tabl
     """
     o = Observed(recording)
     modules = Modules(o, named_by)
-    found = modules.owners
-    tops = found.tops
-    top_A = found.top_at(o.host_thread_A, o.host_time_A)
-    top_name_A = np.where(top_A >= 0, tops.name_E[np.maximum(top_A, 0)] if len(tops) else 0, -1)
-    busy = np.stack([modules.owner_A, o.active.name_E, top_name_A, modules.backward_A.astype(np.int64)])
+    names, top_A = modules.outermost()
+    busy = np.stack([modules.owner_A, o.active.name_E, top_A, modules.backward_A.astype(np.int64)])
     owner_P, ns_P = _idle(modules)
     nameless = np.full(len(owner_P), -1, np.int64)
     idle = np.stack([owner_P, nameless, nameless, np.full(len(owner_P), _IDLE)])
@@ -93,7 +90,7 @@ def parts_table(recording: Recording, named_by: Recording | None = None) -> Tabl
     for (owner, name, top, column), ns, calls in zip(keys.T.tolist(), own.tolist(), count.tolist()):
         if ns or calls:
             path, kind = modules.modules[owner] if owner >= 0 else (PSEUDO[-1 - owner], "")
-            operator, outermost = (o.names[i] if i >= 0 else "" for i in (name, top))
+            operator, outermost = (names[i] if i >= 0 else "" for i in (name, top))
             part = _PSEUDO.get(owner) or part_of(path, kind, operator, outermost)
             sums[part][column] += ns
             sums[part][3] += calls

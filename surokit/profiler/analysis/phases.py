@@ -16,7 +16,7 @@ from surokit.profiler.analysis import timeline as tl
 from surokit.profiler.analysis.causes import Layer, cumulative
 from surokit.profiler.analysis.modules import Modules
 from surokit.profiler.analysis.owners import CLIP, COPIES, DATA, FORWARD, LOSS, OPTIMIZER
-from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES, Observed
+from surokit.profiler.analysis.roles import COLLECTIVE_RANGES, DATA_RANGES, OPTIMIZER_RANGES, Observed
 from surokit.profiler.analysis.timeline import Bool, Int
 
 BACKWARD_BRIDGE_NS = 200_000  # autograd nodes closer than this belong to one backward pass
@@ -28,7 +28,8 @@ class Phases:
     """A Phases holds the nanoseconds of each step K by phase P: wall_KP = computing + exposed_KP + idle_KP.
 
     exposed_KP: the device, or on a CPU the process, exchanges data or waits for that, and nothing else runs. idle_KP: not even
-    that. overlapped_KP: data is exchanged while something runs, which is part of computing.
+    that. overlapped_KP: data is exchanged while something runs; it is counted where the exchange was asked for, and the work
+    beside it where that was.
     """
 
     wall_KP: Int
@@ -83,7 +84,32 @@ def _on_device(o: Observed, modules: Modules, unions: list[Layer]) -> Phases:
         hidden = tl.covered(*computing, start, end)
         np.add.at(overlapped_KP[k], phase_A[talk], hidden)
         np.add.at(exposed_KP[k], phase_A[talk], end - start - hidden)
+    _add_ranges(o, unions, asked, Phases(wall_KP, exposed_KP, idle_KP, overlapped_KP))
     return Phases(wall_KP, exposed_KP, idle_KP, overlapped_KP)
+
+
+def _add_ranges(o: Observed, unions: list[Layer], asked: Int, found: Phases) -> None:
+    """Count what gloo exchanges on the host, where processes share a GPU: idle time becomes exposed, beside work it is overlapped.
+
+    asked: the phase of the activity after each gap that has one.
+    """
+    ranges = o.ranges_named(COLLECTIVE_RANGES)
+    if not len(ranges[0]):
+        return
+    waits, follows = (o.start_G, o.start_G + o.host_G), o.next_G >= 0
+    computing, talk = o.computation(), o.active.take(o.communicates_A)
+    begin_K, stop_K = np.array(o.windows).T
+    begin, end = tl.cut(ranges, waits, computing, (talk.start_E, talk.end_E), (begin_K, stop_K))
+    inside = (begin >= o.begin) & (end <= o.stop) & (tl.covered(*ranges, begin, end) > 0)
+    begin, end = begin[inside], end[inside]
+    step, times = np.searchsorted(begin_K, begin, "right") - 1, _layered(unions, begin, end)
+    waited, computes = (tl.covered(*layer, begin, end) > 0 for layer in (waits, computing))
+    later = tl.covered(*ranges, o.start_G + o.host_G, o.end_G)[follows]
+    for sums_KP, sign in ((found.exposed_KP, 1), (found.idle_KP, -1)):
+        np.add.at(sums_KP, step[waited], sign * times[waited])
+        np.add.at(sums_KP, (o.step_G[follows], asked), sign * later)
+    beside = computes & (tl.covered(talk.start_E, talk.end_E, begin, end) == 0)
+    np.add.at(found.overlapped_KP, step[beside], times[beside])
 
 
 def _layered(unions: list[Layer], begin_Q: Int, stop_Q: Int) -> Int:

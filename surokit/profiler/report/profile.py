@@ -90,7 +90,8 @@ class Profile:
         """Return the means over the steps, by name.
 
         wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
-        busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall), phases_idle_ms (to idle_ms);
+        busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall), of which phases_exposed_ms (data is exchanged, and
+        nothing else runs) and phases_idle_ms (not even that); phases_overlapped_ms (data is exchanged beside work);
         tokens_per_s, gflop_per_step, tflops (reached),
         launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
         h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
