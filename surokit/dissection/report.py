@@ -36,11 +36,11 @@ def sections(found: Dissection, heading: str = "##") -> list[str]:
     ]
     phase = found.table("phase")
     if len(phase):
+        shown = {name: words for name, words in _PHASES.items() if name in _ALWAYS or phase[name].any()}
         cells = [
-            [row["cell"], row["phase"], *(f"{row[name]:.1f}" for name in phase.columns[2:])]
-            for row in phase.to_dict("records")
+            [row["cell"], row["phase"], *(f"{row[name]:.1f}" for name in shown)] for row in phase.to_dict("records")
         ]
-        header = ["cell", "phase", "wall", "busy", "exposed communication", "idle", "overlapped communication"]
+        header = ["cell", "phase", *shown.values()]
         lines += ["", f"{heading} By phase, ms", "", markdown_table(cells, header=header, right=range(2, len(header)))]
     module = found.table("module")
     if len(module):
@@ -49,6 +49,16 @@ def sections(found: Dissection, heading: str = "##") -> list[str]:
         header = ["part", *map(str, module.columns)]
         lines += ["", f"{heading} By module, ms", "", markdown_table(cells, header=header, right=range(1, len(header)))]
     return lines
+
+
+_PHASES = {
+    "wall_ms": "wall",
+    "busy_ms": "busy",
+    "exposed_ms": "exposed communication",
+    "idle_ms": "idle",
+    "overlapped_ms": "overlapped communication",
+}
+_ALWAYS = ("wall_ms", "busy_ms", "idle_ms")  # the others where processes exchange data
 
 
 def _head(found: Dissection) -> list[str]:

@@ -16,10 +16,8 @@ from surokit.offload.zenflow import UPDATE_EVERY
 from surokit.planner import Plan
 
 WARM_UP = 3  # steps before those that are timed: with the third a session records CUDA graphs
-PROFILED, BEFORE = (
-    UPDATE_EVERY,
-    2,
-)  # steps that are profiled, with one update of ZenFlow among them, and those before them
+PROFILED = UPDATE_EVERY  # steps that are profiled: one of them has ZenFlow's update
+BEFORE = 2  # steps before those
 
 
 def done_at(device: torch.device) -> float:

@@ -254,6 +254,33 @@ def test_a_collective_on_a_gpu_has_the_phase_that_asked_for_it():
     assert table["ms"] == pytest.approx([0.02, 0.02, s["idle_ms"]])
 
 
+def test_backward_of_a_graph_that_a_node_makes_is_of_the_modules_in_it():
+    """On a faked clock: a node computes a norm's module again and differentiates it, and a product of no module."""
+    node = "autograd::engine::evaluate_function: "
+    found = parts_table(
+        block(
+            [
+                Event(Kind.OP, "Checkpoint", 1 * US, 3 * US, 1, sequence=7),
+                Event(Kind.OP, node + "CheckpointBackward", 10 * US, 60 * US, 1, sequence=7),
+                Event(Kind.OP, "aten::rsqrt", 12 * US, 16 * US, 1, sequence=1),
+                Event(Kind.OP, "aten::bmm", 20 * US, 24 * US, 1, sequence=2),
+                Event(Kind.OP, node + "BmmBackward0", 30 * US, 42 * US, 1, sequence=2),
+                Event(Kind.OP, "BmmBackward0", 30 * US, 42 * US, 1, sequence=2),
+                Event(Kind.OP, "aten::bmm", 32 * US, 40 * US, 1),
+                Event(Kind.OP, node + "RsqrtBackward0", 44 * US, 52 * US, 1, sequence=1),
+                Event(Kind.OP, "aten::mul", 45 * US, 50 * US, 1),
+            ],
+            60,
+            modules=(("Net", "Net"), ("Net.self_attn", "Attention"), ("Net.input_layernorm", "RMSNorm")),
+            **spans((0, 0, 6), (1, 0, 5), (2, 11, 18)),
+            device="cpu",
+        )
+    )
+    assert dict(zip(found["part"], found["backward_ms"])) == pytest.approx(
+        {"RMSNorm": 0.009, "attention": 0.012, "other": 0.0}
+    )
+
+
 def test_autograd_and_two_threads_in_the_table_of_activities():
     """On a faked clock: a node's Python is idle, an operator has no time of those in it, and two threads are busy once."""
     table = activities_table(

@@ -1,7 +1,9 @@
 """Find the module that asked for a piece of work: the one whose code ran on the host at that moment, forward or backward.
 
 Hooks give the modules' spans on the host. Backward work runs on autograd's thread, outside any module: a backward node
-belongs to the module whose forward operator made it, since autograd gives both the same sequence number.
+belongs to the module whose forward operator made it, since autograd gives both the same sequence number. A node may
+compute a graph of its own and differentiate it, as a checkpoint does: nodes in there are made in there, and where that was in no
+module they belong to that of the node around them.
 """
 
 from __future__ import annotations
@@ -24,9 +26,17 @@ class Attribution:
         events = recording.timeline if timeline is None else timeline
         self.ops = events.take(events.is_kind(Kind.OP))
         self.nodes = self.ops.take(self.ops.is_named(n.startswith(_NODE) for n in events.names))
+        nodes = self.nodes
+        outer = np.flatnonzero(tl.outermost(nodes.start_E, nodes.end_E, nodes.thread_E))
+        alone = nodes.take(outer)
+        # the outermost node around each node, itself where there is none
+        self._around_N = pick(
+            outer, on_threads(alone.thread_E, alone.start_E, alone.end_E, nodes.thread_E, nodes.start_E)
+        )
         self.maker_N = self._makers()
         makers = self.ops.take(np.maximum(self.maker_N, 0)) if len(self.ops) else self.ops
-        self.module_N = np.where(self.maker_N >= 0, self._span_module(makers.thread_E, makers.start_E), -1)
+        module_N = np.where(self.maker_N >= 0, self._span_module(makers.thread_E, makers.start_E), -1)
+        self.module_N = np.where(module_N < 0, pick(module_N, self._around_N), module_N)
 
     def module_and_node_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Int]:
         """Return the module at each of these host moments and the autograd node (an index into `nodes`), each -1 where
@@ -41,13 +51,20 @@ class Attribution:
         return pick(r.module_S, on_threads(r.thread_S, r.start_S, r.end_S, thread_Q, at_Q))
 
     def _makers(self) -> Int:
-        """Return the forward operator that made each node (-1: not recorded): the last one with the node's sequence number.
+        """Return the operator that made each node (-1: not recorded): the last forward one with the node's sequence number.
         A node without a number accumulates the gradient that the node before it on its thread has computed, and gets the
         same maker as that node."""
         ops, nodes = self.ops, self.nodes
-        in_node = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, ops.thread_E, ops.start_E) >= 0
-        forward = np.flatnonzero((ops.sequence_E >= 0) & ~in_node)[::-1]
+        node_O = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, ops.thread_E, ops.start_E)
+        forward = np.flatnonzero((ops.sequence_E >= 0) & (node_O < 0))[::-1]
         maker = pick(forward, lookup(ops.sequence_E[forward], nodes.sequence_E))
+        # of a node in another one: what ran in that one, and in no further node, with the same number
+        inner = np.flatnonzero((ops.sequence_E >= 0) & (node_O >= 0) & (pick(self._around_N, node_O) == node_O))[::-1]
+        size = int(max(ops.sequence_E.max(initial=0), nodes.sequence_E.max(initial=0))) + 1
+        nested = (self._around_N >= 0) & (self._around_N != np.arange(len(nodes)))
+        wanted = np.where(nested & (nodes.sequence_E >= 0), self._around_N * size + nodes.sequence_E, -1)
+        own = pick(inner, lookup(node_O[inner] * size + ops.sequence_E[inner], wanted))
+        maker = np.where(nested, np.where(own >= 0, own, pick(maker, self._around_N)), maker)
         for thread in np.unique(nodes.thread_E).tolist():
             here = np.flatnonzero(nodes.thread_E == thread)
             numbered = np.where(nodes.sequence_E[here] >= 0, np.arange(len(here)), -1)
