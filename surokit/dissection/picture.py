@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from surokit.profiler.analysis.parts import ORDER
@@ -29,6 +30,8 @@ PIECES = {
     "idle": ("0.9", ("idle",)),
 }
 
+FAR = 5  # times the median, from which a bar is cut short
+
 
 def picture(found: Dissection) -> Figure:
     """Return the figure; cells without a profile have no bar, and those without memory no point."""
@@ -53,16 +56,32 @@ def _bars(axes: Axes, cells: list[Cell], names: list[str]) -> None:
         widths = []
         for cell in cells:
             times = {row["part"]: row["forward_ms"] + row["backward_ms"] for row in cell.profile["parts"]}
-            times["idle"] = cell.profile["idle_ms"]
+            idle = {row["part"]: row["idle_ms"] for row in cell.profile["parts"]}
+            talk = idle.get("communication", 0.0)  # waited for other processes, which is no idle time
+            times |= {"communication": times.get("communication", 0.0) + talk, "idle": sum(idle.values()) - talk}
             us = 1e3 * cell.scale / cell.work["tokens_per_step"]  # a token's share, so that batches can be compared
             widths.append(us * sum(times.get(part, 0.0) for part in parts))
         if any(widths):
             axes.barh(at, widths, left=so_far, color=colour, label=label, height=0.7)
             so_far = [a + b for a, b in zip(so_far, widths)]
+    _shorten(axes, so_far)
     axes.set_yticks(at, names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("\N{MICRO SIGN}s a token")
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.1), ncols=3)
+
+
+def _shorten(axes: Axes, widths: list[float]) -> None:
+    """End the axis before bars that are many times as long as the others, and write their length."""
+    usual = [width for width in widths if width <= FAR * median(widths)]
+    if len(usual) == len(widths):
+        return
+    edge = 1.25 * max(usual)
+    axes.set_xlim(0, edge)
+    for y, width in enumerate(widths):
+        if width > edge:
+            text = f"{width:,.0f} \N{RIGHTWARDS ARROW} "
+            axes.text(edge, y, text, ha="right", va="center", fontsize=7, color="white", fontweight="bold")
 
 
 def _points(axes: Axes, cells: list[Cell], several: bool) -> None:

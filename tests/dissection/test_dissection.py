@@ -318,6 +318,14 @@ def test_the_picture_has_a_bar_a_cell_and_a_frontier(found):
     assert frontier.tolist() == [[0.25, pytest.approx(600 / 0.07)], [0.5, pytest.approx(600 / 0.045)]]
 
 
+def test_a_bar_that_is_far_longer_than_the_others_is_cut_and_says_its_length(found):
+    slow = cell("engine=transformers", (6000.0,) * 6, engine="transformers")
+    axes = Dissection([*found.cells, slow]).plot().axes[0]
+    assert axes.get_xlim()[1] < 400
+    assert [text.get_text().split()[0] for text in axes.texts] == ["10,000"]
+    assert not found.plot().axes[0].texts
+
+
 def test_a_report_has_tables_picture_and_raw_cells(found, tmp_path):
     file = found.report(tmp_path / "report")
     text = file.read_text()
