@@ -165,17 +165,16 @@ def cells_of(
 
 def _check_device(settings: Iterable[Setting], device: torch.device) -> None:
     """Raise ValueError for a GPU with a number, where cells take several or the engine takes the first one."""
-    if device.index is None:
-        return
-    for s in settings:
+    number: int | None = device.index
+    for s in settings if number is not None else ():
         if s.gpus > 1:
             raise ValueError(
                 f"dissect(device='{device}'): that is one GPU, and cells with gpus > 1 take several: give 'cuda'."
             )
-        if device.index and s.engine in ("trainer", "deepspeed"):
+        if number and s.engine in ("trainer", "deepspeed"):
             raise ValueError(
                 f"dissect(device='{device}'): engine={s.engine} trains on the first GPU that it sees: give 'cuda', and choose the "
-                f"GPU by CUDA_VISIBLE_DEVICES={device.index}."
+                f"GPU by CUDA_VISIBLE_DEVICES={number}."
             )
 
 

@@ -35,7 +35,10 @@ def _longest(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows that take longest, the sum of the others, and idle."""
     ran = table[table["activity"] != IDLE]
     rest = ran.iloc[ACTIVITIES:]
-    rows: list[dict[str, Any]] = ran.head(ACTIVITIES).to_dict("records")
-    if len(rest):
-        rows.append({"activity": OTHERS, "calls": float(rest["calls"].sum()), "ms": float(rest["ms"].sum())})
-    return rows + table[table["activity"] == IDLE].to_dict("records")
+    others = {"activity": OTHERS, "calls": float(rest["calls"].sum()), "ms": float(rest["ms"].sum())}
+    idle = table[table["activity"] == IDLE]
+    return [*_rows(ran.head(ACTIVITIES)), *([others] if len(rest) else []), *_rows(idle)]
+
+
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]

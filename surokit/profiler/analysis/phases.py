@@ -96,7 +96,8 @@ def _add_ranges(o: Observed, unions: list[Layer], asked: Int, found: Phases) -> 
     ranges = o.ranges_named(COLLECTIVE_RANGES)
     if not len(ranges[0]):
         return
-    waits, follows = (o.start_G, o.start_G + o.host_G), o.next_G >= 0
+    waits: Layer = (o.start_G, o.start_G + o.host_G)
+    follows = o.next_G >= 0
     computing, talk = o.computation(), o.active.take(o.communicates_A)
     begin_K, stop_K = np.array(o.windows).T
     begin, end = tl.cut(ranges, waits, computing, (talk.start_E, talk.end_E), (begin_K, stop_K))
