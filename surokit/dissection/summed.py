@@ -41,4 +41,5 @@ def _longest(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+    """Return rows of plain values; what a column of numbers lacks is None."""
+    return [{str(k): None if v != v else v for k, v in row.items()} for row in table.to_dict("records")]
