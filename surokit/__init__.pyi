@@ -98,6 +98,9 @@ from surokit.recipe import Gemm as Gemm
 from surokit.recipe import Lora as Lora
 from surokit.recipe import Recipe as Recipe
 from surokit.recipe import recipes as recipes
+from surokit.serving.bench import serve_bench as serve_bench
+from surokit.serving.served import ServeBench as ServeBench
+from surokit.serving.workload import Workload as Workload
 from surokit.train import AdamW as AdamW
 from surokit.train import AdamW8bit as AdamW8bit
 from surokit.train import Cosine as Cosine

@@ -1,0 +1,130 @@
+"""Find out what a server takes: its model, how it counts tokens, and how answers get a fixed length; and make the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from surokit.serving.client import Answer, Client
+from surokit.serving.prompts import Uncountable, single, texts
+from surokit.serving.workload import Workload
+
+#: What keeps an answer from ending early, in the servers that know it; the first that a server takes is sent.
+FIXED_LENGTH: tuple[Mapping[str, Any], ...] = ({"ignore_eos": True}, {})
+USAGE: Mapping[str, Any] = {"stream_options": {"include_usage": True}}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Server is what is known of one: its model, what is sent with each request, and its words of one token.
+
+    beside: tokens that a prompt has beside its words; words: () where tokens are not counted. notes: what a reader of the figures
+    has to know.
+    """
+
+    model: str
+    chat: bool
+    options: Mapping[str, Any]
+    beside: int = 0
+    words: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return "chat/completions" if self.chat else "completions"
+
+    def body(self, prompt: str, tokens: int) -> dict[str, Any]:
+        """Return the request for an answer of so many tokens, as a stream."""
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        return {"model": self.model, **asked, "max_tokens": tokens, "temperature": 0, "stream": True, **self.options}
+
+    def bodies(self, workload: Workload) -> list[dict[str, Any]]:
+        """Return the requests of a workload. ValueError where its prompts are shorter than what the server puts around them."""
+        n = workload.requests
+        if workload.prompts:
+            prompts = [workload.prompts[i % len(workload.prompts)] for i in range(n)]
+        else:
+            length = workload.input_tokens - self.beside
+            if length < 1:
+                raise ValueError(
+                    f"Workload(input_tokens={workload.input_tokens}): the server puts {self.beside} tokens around every prompt, "
+                    "so give more."
+                )
+            prompts = texts(self.words, [length] * n, workload.seed)
+        return [self.body(prompt, workload.output_tokens) for prompt in prompts]
+
+
+async def asked(client: Client, model: str | None, workload: Workload, extra: Mapping[str, Any]) -> Server:
+    """Find out what a server takes. extra: is sent with each request as it is.
+
+    ConnectionError where it does not answer; ValueError for a model that has to be named, and for requests that it refuses.
+    """
+    named = model or await only_model(client)
+    first = await _accepted(client, Server(named, workload.chat, extra))
+    if workload.prompts:
+        return first
+
+    async def count(text: str) -> int:
+        answer = await client.answer(first.path, first.body(text, 1))
+        if answer.state != "answered":
+            raise ConnectionError(
+                f"serve_bench({client.url!r}): a request of {len(text)} characters got no answer: {answer.why}."
+            )
+        if answer.input_tokens is None:
+            raise Uncountable("the server does not say how many tokens a prompt has")
+        return answer.input_tokens
+
+    try:
+        beside, words = await single(count)
+    except Uncountable as error:
+        from surokit.serving.prompts import WORDS
+
+        note = f"{error}, so prompts have as many words as tokens were asked for"
+        return Server(named, first.chat, first.options, 0, WORDS, (*first.notes, note))
+    return Server(named, first.chat, first.options, beside, words, first.notes)
+
+
+async def only_model(client: Client) -> str:
+    """Return the model of a server that has one. ValueError where there are several."""
+    try:
+        found = await client.get("models")
+        names = [str(each["id"]) for each in found["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ConnectionError(
+            f"serve_bench({client.url!r}): the server does not list its models ({type(error).__name__}: {error}): is it up, and "
+            "does the address end as OpenAI's does, in /v1? Else give model=."
+        ) from error
+    if len(names) != 1:
+        raise ValueError(
+            f"serve_bench(model=None): the server has {len(names)} models, so name one: {', '.join(names[:8])}."
+        )
+    return names[0]
+
+
+async def _accepted(client: Client, server: Server) -> Server:
+    """Return the server with the options that it takes: a fixed length where it knows how, and the count of tokens."""
+    tried: list[Answer] = []
+    for fixed in FIXED_LENGTH:
+        for usage in (USAGE, {}):
+            asked = Server(server.model, server.chat, {**usage, **fixed, **server.options})
+            answer = await client.answer(asked.path, asked.body("Hello", 2))
+            if answer.state == "answered":
+                notes = [] if fixed else ["the server refuses ignore_eos, so answers may end early"]
+                notes += (
+                    []
+                    if usage or answer.counted
+                    else ["the server does not count tokens: those out are chunks with text"]
+                )
+                return Server(server.model, server.chat, asked.options, notes=tuple(notes))
+            tried.append(answer)
+            if answer.status is None:  # no option will bring a connection
+                raise ConnectionError(f"serve_bench({client.url!r}): the server does not answer: {answer.why}.")
+    raise ValueError(
+        f"serve_bench({client.url!r}, model={server.model!r}): the server refuses a plain request: {tried[-1].why}"
+    )
+
+
+__all__ = ["Server", "asked", "only_model"]

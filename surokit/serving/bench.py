@@ -1,0 +1,174 @@
+"""Measure a server under one workload or a sweep, in a folder that a second call goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from surokit.places import make_folder, write_whole
+from surokit.serving.asking import asked
+from surokit.serving.client import CONNECTIONS, LIMIT_S, STALL_S, Answer, Client
+from surokit.serving.driving import drive
+from surokit.serving.served import ANSWERS, FORMAT, HEAD, Point, ServeBench, described
+from surokit.serving.workload import Workload, listed
+
+BURST = Workload()
+KEY = "OPENAI_API_KEY"  # of the environment, where no key is given
+
+
+def serve_bench(
+    url: str,
+    model: str | None = None,
+    workload: Workload | Iterable[Workload] = BURST,
+    *,
+    server: str = "",
+    folder: str | Path | None = None,
+    key: str | None = None,
+    connections: int = CONNECTIONS,
+    stall_s: float = STALL_S,
+    limit_s: float = LIMIT_S,
+    extra: Mapping[str, Any] | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> ServeBench:
+    """Measure a server that speaks OpenAI's HTTP interface, and return its throughput and latencies.
+
+    url: of the interface, such as "http://127.0.0.1:8000/v1". model: as the server names it; None takes the only one that it has.
+    workload: what is asked, or several for a sweep, which are measured one after the other.
+    server: its name in the tables, the address without it.
+    folder: keeps every answer as a line of JSON; a second call with the same folder measures the workloads that are missing.
+    key: sent as a bearer token and kept nowhere; the environment's OPENAI_API_KEY without it.
+    connections: at most so many requests are sent at once; what others wait for that is `queue`, and in no other time.
+    stall_s: seconds without a byte, limit_s: of a whole request, beyond which it has failed. extra: fields that are sent with each
+        request. transport: instead of the network, for tests.
+
+    A few requests before the first workload find out what the server takes. Answers that failed, were cut off or came too late are
+    counted and in no time. An interrupt keeps the workloads that were measured, and returns them.
+
+    ValueError or TypeError for arguments that cannot be, and a folder of another server; ConnectionError where nothing answers.
+    """
+    works = listed(workload)
+    parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"serve_bench({url!r}): give the address of an interface, such as 'http://127.0.0.1:8000/v1'.")
+    for name, value in (("connections", connections), ("stall_s", stall_s), ("limit_s", limit_s)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"serve_bench({name}={value!r}): a number above 0.")
+    token = os.environ.get(KEY, "") if key is None else key
+    place = None if folder is None else Path(folder)
+    named = server or parts.netloc.rpartition("@")[2]
+    points = [] if place is None else _opened(place, named)
+    left = [work for work in works if work not in [point.workload for point in points]]
+
+    async def measure(tell: Callable[[str], None]) -> None:
+        client = Client(url, key=token, connections=connections, stall_s=stall_s, limit_s=limit_s, transport=transport)
+        async with client:
+            for work in left:
+                tell(f"{named}, {work.name}: asking what the server takes")
+                found = await asked(client, model, work, extra or {})
+                bodies, began = found.bodies(work), datetime.now(UTC).isoformat(timespec="seconds")
+
+                def progress(answers: int, lost: int, seconds: float, work: Workload = work) -> None:
+                    lost_text = f", {lost} lost" if lost else ""
+                    tell(f"{named}, {work.name}: {answers} of {work.requests} answered{lost_text}, {seconds:.0f} s")
+
+                answers, delay = await drive(client, found.path, bodies, work, progress)
+                notes = (*found.notes, *_notes(work, answers, found.beside, bool(found.beside or found.words)))
+                point = Point(named, work, tuple(answers), delay, notes, began)
+                points.append(point)
+                if place is not None:
+                    _keep(place, points)
+
+    try:
+        _in_a_loop(measure)
+    except KeyboardInterrupt:
+        print("\nsurokit: interrupted; workloads that were measured are kept", file=sys.stderr)
+        if not points:
+            raise
+    wanted = [point for work in works for point in points if point.workload == work]
+    return ServeBench([*wanted, *(point for point in points if point not in wanted)])
+
+
+def _in_a_loop(measure: Callable[[Callable[[str], None]], Any]) -> None:
+    """Run the measuring in a loop and a thread of its own: a notebook has a loop that runs already."""
+    failed: list[BaseException] = []
+    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
+
+    async def main() -> None:
+        task = asyncio.ensure_future(measure(_say))
+        started.append((asyncio.get_running_loop(), task))
+        await task
+
+    def body() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=body, name="surokit serve_bench", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    except KeyboardInterrupt:
+        for loop, task in started:
+            with suppress(RuntimeError):  # it has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    finally:
+        print(file=sys.stderr)
+    if failed:
+        raise failed[0]
+
+
+def _say(text: str) -> None:
+    print(f"\rsurokit: {text:<100}", end="", file=sys.stderr, flush=True)
+
+
+def _notes(work: Workload, answers: list[Answer], beside: int, counted: bool) -> list[str]:
+    """Say where prompts or answers are not as long as they were asked for."""
+    sizes = {a.input_tokens for a in answers if a.input_tokens is not None}
+    if work.prompts or not counted or sizes <= {work.input_tokens}:
+        return []
+    return [f"prompts had {min(sizes)} to {max(sizes)} tokens where {work.input_tokens} were asked for"]
+
+
+# -- the folder
+
+
+def _opened(place: Path, server: str) -> list[Point]:
+    """Return the points that a folder holds, which is made where it is not there. ValueError for a folder of something else."""
+    if not (place / HEAD).exists():
+        if place.exists() and any(place.iterdir()):
+            raise ValueError(f"serve_bench(folder={str(place)!r}): the folder holds something else; give a new one.")
+        make_folder(place / ANSWERS, "the answers of a server")
+        return []
+    points = list(ServeBench.load(place).points)
+    if other := next((point.server for point in points if point.server != server), None):
+        raise ValueError(
+            f"serve_bench(folder={str(place)!r}): the folder is of the server {other!r}, and this is {server!r}: give another "
+            "folder; add() puts both in one table."
+        )
+    return points
+
+
+def _keep(place: Path, points: list[Point]) -> None:
+    """Write the last point's answers, then the head that names them."""
+    file = f"{len(points) - 1:02}.jsonl"
+    write_whole(place / ANSWERS / file, "".join(answer.line() + "\n" for answer in points[-1].answers))
+    rows = [described(point, f"{i:02}.jsonl") for i, point in enumerate(points)]
+    write_whole(place / HEAD, json.dumps({"format": FORMAT, "points": rows}, indent=1))
+
+
+__all__ = ["serve_bench"]

@@ -1,0 +1,241 @@
+"""Hold what servers did under workloads: a table over servers and arrivals, distributions, the saturation point, cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surokit.serving import measures
+from surokit.serving.client import Answer
+from surokit.serving.driving import Delay
+from surokit.serving.workload import Workload
+from surokit.statistics import Interval
+from surokit.tables import html_table, text_table
+from surokit.units import three_digits
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+HEAD, ANSWERS = "serving.json", "answers"
+KEPT_UP = 0.95  # share of the offered requests, from which a server keeps up with a rate
+STATES = ("failed", "truncated", "late")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A Point is one workload on one server.
+
+    delay: of the client itself, None where another client measured. notes: what a reader has to know. figures: of another client,
+    instead of answers. date: when it began.
+    """
+
+    server: str
+    workload: Workload
+    answers: tuple[Answer, ...] = ()
+    delay: Delay | None = None
+    notes: tuple[str, ...] = ()
+    date: str = ""
+    planned: Mapping[str, float] = field(default_factory=dict)
+
+    def spread(self, name: str, q: float = 0.5) -> Interval:
+        """Return a quantile of "ttft", "ttft_text", "tpot", "itl", "e2e" or "queue", in milliseconds, with its interval."""
+        return measures.quantile(measures.SPREADS[name](measures.answered(self.answers)), q)
+
+    def count(self, state: str) -> int:
+        """Return how many answers are in a state: "answered", "failed", "truncated", "late"."""
+        return sum(a.state == state for a in self.answers)
+
+    @property
+    def short(self) -> int:
+        """Return how many whole answers have fewer tokens than were asked for."""
+        asked = self.workload.output_tokens
+        return sum(a.output_tokens is not None and a.output_tokens < asked for a in measures.answered(self.answers))
+
+    def row(self) -> dict[str, Any]:
+        """Return the figures of the point: throughput, quantiles in milliseconds, counts."""
+        found: dict[str, Any] = {"server": self.server, "arrivals": self.workload.name, "requests": len(self.answers)}
+        found |= measures.throughput(self.answers)
+        for name in measures.SPREADS:
+            for q in measures.QUANTILES:
+                low, mid, high = self.spread(name, q)
+                found |= {
+                    f"{name}_p{q * 100:.0f}_ms": mid,
+                    f"{name}_p{q * 100:.0f}_low": low,
+                    f"{name}_p{q * 100:.0f}_high": high,
+                }
+        found |= {state: self.count(state) for state in ("answered", *STATES)}
+        return {**found, "short": self.short}
+
+
+class ServeBench:
+    """A ServeBench is what `surokit.serve_bench` found. It prints as its table and shows itself in a notebook.
+
+    points: one for each server and workload.
+    """
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        self.points = tuple(points)
+
+    def add(self, other: ServeBench | str | Path, server: str = "") -> ServeBench:
+        """Return one with the points of another server or recipe beside these.
+
+        other: a ServeBench or the folder of one. server: its name in the tables. ValueError where a point of that server and
+        workload is there already.
+        """
+        found = other if isinstance(other, ServeBench) else ServeBench.load(other)
+        points = [replace(point, server=server or point.server) for point in found.points]
+        there = {(point.server, point.workload) for point in self.points}
+        if double := next((point for point in points if (point.server, point.workload) in there), None):
+            raise ValueError(
+                f"add(): there is a point of {double.server!r} under {double.workload.name} already: give add(..., server=) "
+                "another name."
+            )
+        return ServeBench([*self.points, *points])
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ServeBench:
+        """Read the folder that `serve_bench` kept, on any machine. FileNotFoundError or ValueError for another one."""
+        place = Path(folder)
+        if not (place / HEAD).exists():
+            raise FileNotFoundError(
+                f"There is no benchmark of a server in {place}: surokit.serve_bench(..., folder=) makes one."
+            )
+        try:
+            head = json.loads((place / HEAD).read_text())
+            if head["format"] != FORMAT:
+                raise ValueError(f"{place} has the format {head['format']}, and this package reads {FORMAT}.")
+            return cls(_point(place, values) for values in head["points"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{place / HEAD} is damaged ({error}): measure again in another folder.") from error
+
+    def table(self) -> pd.DataFrame:
+        """Return a DataFrame, one row a server and workload: requests, requests_per_s, input_tokens_per_s, output_tokens_per_s;
+        p50, p90 and p99 of ttft, ttft_text, tpot, itl, e2e and queue in ms, each with the ends of its 95 % interval (low, high);
+        how many were answered, failed, truncated, late, and short of the tokens that were asked for."""
+        import pandas
+
+        return pandas.DataFrame([point.row() for point in self.points])
+
+    def goodput(self, **limits_ms: float) -> dict[str, float]:
+        """Return for each point the share of its requests that were answered within every limit, such as ttft=500, tpot=50, in
+        milliseconds."""
+        return {f"{p.server}, {p.workload.name}": measures.goodput(p.answers, limits_ms) for p in self.points}
+
+    def saturation(self, server: str | None = None) -> Point | None:
+        """Return the last point of a sweep that a server keeps up with: it answers 95 % of the requests a second that arrive, or
+        has 95 % of the best throughput with the fewest at once. None where there is no sweep, or it keeps up with nothing."""
+        points = [p for p in self.points if server in (None, p.server)]
+        offered = sorted((p for p in points if p.workload.rate), key=lambda p: p.workload.rate or 0.0)
+        kept = [p for p in offered if _rate(p) >= KEPT_UP * (p.workload.rate or math.inf)]
+        if offered:
+            return kept[-1] if kept else None
+        closed = sorted((p for p in points if p.workload.concurrency), key=lambda p: p.workload.concurrency or 0)
+        best = max(map(_rate, closed), default=math.nan)
+        return next((p for p in closed if _rate(p) >= KEPT_UP * best), None)
+
+    def cost(self, usd_per_hour: float) -> dict[str, float]:
+        """Return US dollars for a million output tokens at each point, at a price of the server per hour."""
+        rates = {
+            f"{p.server}, {p.workload.name}": measures.throughput(p.answers)["output_tokens_per_s"] for p in self.points
+        }
+        return {name: usd_per_hour / 3600 / rate * 1e6 if rate else math.inf for name, rate in rates.items()}
+
+    def plot(self) -> Figure:
+        """Draw the distributions of time to the first token and of the whole request, and throughput over a sweep."""
+        from surokit.serving.picture import picture
+
+        return picture(self)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what has to be known beside the table."""
+        found = []
+        for p in self.points:
+            where = f"{p.server}, {p.workload.name}"
+            found += [f"{where}: {note}" for note in p.notes]
+            if p.delay is not None and p.delay.is_saturated:
+                found.append(
+                    f"{where}: the client measured itself: it used {p.delay.cpu:.0%} of a core and came {p.delay.late_p99_ms:.0f} "
+                    "ms too late in 1 of 100 looks; send fewer at once, or from a faster machine"
+                )
+            if p.short:
+                found.append(
+                    f"{where}: {p.short} answers ended before the {p.workload.output_tokens} tokens that were asked for"
+                )
+            whys = [a.why for a in p.answers if a.state != "answered"]
+            found += [f"{where}: {whys.count(why)} x {why}" for why in dict.fromkeys(whys)][:5]
+        return found
+
+    def _rows(self) -> list[list[str]]:
+        rows = []
+        for p in self.points:
+            t = measures.throughput(p.answers)
+            lost = sum(p.count(state) for state in STATES)
+            rows.append(
+                [
+                    p.server,
+                    p.workload.name,
+                    f"{p.count('answered'):,}",
+                    f"{lost:,}" if lost else "",
+                    three_digits(t["requests_per_s"]),
+                    three_digits(t["output_tokens_per_s"]),
+                    *(_both(p, name) for name in ("ttft", "ttft_text", "tpot", "itl", "e2e", "queue")),
+                ]
+            )
+        return rows
+
+    def __repr__(self) -> str:
+        table = text_table(self._rows(), header=HEADER, right=range(2, len(HEADER)))
+        foot = [f"{name}: {words}" for name, words in measures.DEFINITIONS.items()]
+        return "\n".join([table, *(f"  {line}" for line in (*self.notes, *foot))])
+
+    def _repr_html_(self) -> str:
+        import html
+
+        foot = [f"{name}: {words}" for name, words in measures.DEFINITIONS.items()]
+        return html_table(self._rows(), header=HEADER, right=range(2, len(HEADER))) + "".join(
+            f"<div><small>{html.escape(line)}</small></div>" for line in (*self.notes, *foot)
+        )
+
+
+HEADER = (
+    *("server", "arrivals", "answered", "lost", "requests/s", "tokens/s"),
+    *(f"{name} p50 / p99, ms" for name in ("ttft", "ttft_text", "tpot", "itl", "e2e", "queue")),
+)
+
+
+def _both(point: Point, name: str) -> str:
+    return " / ".join(three_digits(point.spread(name, q).mid) for q in (0.5, 0.99))
+
+
+def _rate(point: Point) -> float:
+    return measures.throughput(point.answers)["requests_per_s"]
+
+
+def _point(place: Path, values: Mapping[str, Any]) -> Point:
+    lines: Sequence[str] = (place / ANSWERS / values["file"]).read_text().splitlines()
+    work = Workload(**{**values["workload"], "prompts": tuple(values["workload"]["prompts"])})
+    delay = None if values["delay"] is None else Delay(**values["delay"])
+    answers = tuple(map(Answer.read, lines))
+    return Point(values["server"], work, answers, delay, tuple(values["notes"]), values["date"])
+
+
+def described(point: Point, file: str) -> dict[str, Any]:
+    """Return what the head of a folder says of a point, whose answers are in the file."""
+    return {
+        "server": point.server,
+        "file": file,
+        "workload": asdict(point.workload),
+        "delay": None if point.delay is None else asdict(point.delay),
+        "notes": list(point.notes),
+        "date": point.date,
+    }
+
+
+__all__ = ["ANSWERS", "FORMAT", "HEAD", "Point", "ServeBench", "described"]

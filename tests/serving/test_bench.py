@@ -1,0 +1,133 @@
+"""serve_bench against servers in memory: what is sent, what a server refuses, folders, tables, and what goes wrong."""
+
+import asyncio
+import json
+
+import pytest
+
+import surokit as sk
+from surokit.serving.served import HEAD
+from tests.refusals import refused
+from tests.serving.servers import BESIDE, Words, tokens_of
+from tests.serving.virtual import Server
+
+URL = "http://127.0.0.1:9/v1"
+WORK = sk.Workload(requests=6, input_tokens=20, output_tokens=4)
+
+
+def benched(there, work=WORK, **options):
+    return sk.serve_bench(URL, workload=work, transport=there, **options)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_have_the_wanted_number_of_the_servers_tokens(chat):
+    server = Words()
+    (point,) = benched(server, sk.Workload(requests=6, input_tokens=20, output_tokens=4, chat=chat)).points
+    sent = server.bodies[-6:]
+    assert {tokens_of(body) for body in sent} == {20}
+    assert {body["max_tokens"] for body in sent} == {4}
+    assert all(body["ignore_eos"] and body["stream"] for body in sent)
+    assert len({json.dumps(body) for body in sent}) == 6
+    assert server.requests[-1].url.path == ("/v1/chat/completions" if chat else "/v1/completions")
+    assert point.count("answered") == 6
+    assert (point.answers[0].input_tokens, point.answers[0].output_tokens) == (20, 4)
+    assert point.notes == ()
+
+
+def test_the_users_own_prompts_are_sent_in_turn():
+    server = Words()
+    benched(server, sk.Workload(requests=3, output_tokens=2, prompts=("one", "two words")))
+    assert [body["prompt"] for body in server.bodies[-3:]] == ["one", "two words", "one"]
+
+
+def test_what_a_server_does_not_know_is_left_out_and_said():
+    found = benched(Words(knows=("stream_options",), stops=2))
+    (point,) = found.points
+    assert point.short == 6
+    assert "refuses ignore_eos" in repr(found)
+    assert "6 answers ended before the 4 tokens" in repr(found)
+    silent = benched(Words(knows=("ignore_eos",)))
+    assert "prompts have as many words" in repr(silent)
+    assert silent.points[0].answers[0].output_tokens == 4
+
+
+def test_a_table_over_servers(tmp_path):
+    both = benched(Words(), server="a").add(benched(Words(), server="b"))
+    table = both.table()
+    assert table["server"].tolist() == ["a", "b"]
+    assert table["answered"].tolist() == [6, 6]
+    assert (table["ttft_p50_ms"] >= 0).all()
+    text = repr(both)
+    assert "time to the first token: from sending" in text
+    assert "a" in both._repr_html_()
+    both.plot().savefig(tmp_path / "served.png")
+    with refused(ValueError):
+        both.add(benched(Words(), server="a"))
+
+
+def test_a_folder_goes_on_with_what_is_missing(tmp_path):
+    first = benched(Words(), folder=tmp_path)
+    server = Words()
+    both = benched(server, [WORK, *WORK.concurrencies(2)], folder=tmp_path)
+    assert [p.workload.name for p in both.points] == ["burst", "2 at once"]
+    assert both.points[0].answers == first.points[0].answers
+    assert sk.ServeBench.load(tmp_path).points == both.points
+    with refused(ValueError):
+        benched(Words(), folder=tmp_path, server="another")
+    (tmp_path / HEAD).write_text("{}")
+    with refused(ValueError):
+        sk.ServeBench.load(tmp_path)
+    with refused(FileNotFoundError):
+        sk.ServeBench.load(tmp_path / "nothing")
+
+
+def test_a_folder_of_something_else(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with refused(ValueError):
+        benched(Words(), folder=tmp_path)
+
+
+def test_a_key_comes_from_the_environment_and_is_in_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server = Words()
+    benched(server, folder=tmp_path)
+    assert server.requests[-1].headers["authorization"] == "Bearer sk-secret"
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and "sk-secret" in file.read_text()]
+
+
+def test_a_server_that_cannot_be_measured():
+    with refused(ValueError):
+        benched(Words(models=("one", "two")))
+    with refused(ConnectionError):
+        benched(Server(lambda body: (404, "nothing here")))
+    with refused(ValueError):
+        benched(Server(lambda body: (400, "no such model")), model="tiny")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"url": "localhost:8000"}, {"url": None}, {"connections": 0}, {"stall_s": -1}, {"limit_s": True}]
+)
+def test_arguments(changes):
+    with refused(ValueError):
+        sk.serve_bench(**{"url": URL, "workload": WORK, **changes})
+
+
+def test_prompts_shorter_than_what_is_around_them():
+    with refused(ValueError):
+        benched(Words(), sk.Workload(requests=1, input_tokens=BESIDE, output_tokens=1))
+
+
+def test_it_runs_where_a_loop_runs_already():
+    async def notebook():
+        return benched(Words())
+
+    assert asyncio.run(notebook()).points[0].count("answered") == 6
+
+
+def test_the_saturation_point_and_cost_of_a_sweep():
+    found = benched(Words(), WORK.concurrencies(1, 2))
+    assert found.saturation() in found.points
+    assert found.saturation("nobody") is None
+    rate = found.table()["output_tokens_per_s"].iloc[0]
+    assert found.cost(3.6)["127.0.0.1:9, 1 at once"] == pytest.approx(1000 / rate)
+    assert set(found.goodput(e2e=1e6).values()) == {1.0}

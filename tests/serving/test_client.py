@@ -1,0 +1,112 @@
+"""Answers of a server that answers by a script, on a clock that jumps: every time is exact, and nothing that goes wrong is lost."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from surokit.serving import measures
+from surokit.serving.client import Answer, Client
+from surokit.serving.stream import Events, Seen
+from tests.serving.virtual import DONE, Server, event, run
+
+URL = "http://test.invalid/v1"
+
+
+def asked(pieces, before_s=0.0, **options):
+    """The answer to one request that this script answers."""
+
+    async def ask():
+        async with Client(URL, transport=Server(lambda body: pieces, before_s), **options) as client:
+            return await client.answer("completions", {"prompt": "x"})
+
+    return run(ask())
+
+
+WHOLE = [0.2, event("a"), 0.1, event("bc"), 0.3, event("d", finish="length"), event(usage=(5, 4)), DONE]
+
+
+def test_times_and_tokens_of_a_whole_answer():
+    a = asked(WHOLE, before_s=1.0)
+    assert (a.state, a.why, a.finish, a.status) == ("answered", "", "length", 200)
+    assert (a.input_tokens, a.output_tokens, a.counted, a.characters) == (5, 4, True, 4)
+    assert a.chunks == pytest.approx((1.2, 1.3, 1.6))
+    assert measures.ttft_ms([a]) == pytest.approx([1200])
+    assert measures.tpot_ms([a]) == pytest.approx([400 / 3])
+    assert measures.itl_ms([a]) == pytest.approx([100, 300])
+    assert measures.e2e_ms([a]) == pytest.approx([1600])
+    assert Answer.read(a.line()) == a
+
+
+def test_a_role_without_text_is_the_first_chunk_and_not_the_first_text():
+    a = asked(
+        [0.1, event(role="assistant", chat=True), 0.4, event("hi", chat=True), event(finish="stop", chat=True), DONE]
+    )
+    assert measures.ttft_ms([a]) == pytest.approx([100])
+    assert measures.ttft_text_ms([a]) == pytest.approx([500])
+    assert (a.output_tokens, a.counted) == (1, False)  # no usage: chunks with text
+
+
+def test_bytes_may_be_cut_anywhere():
+    whole = event("é" * 3) + b": a comment\r\n\r\n" + event("ü", finish="stop").replace(b"\n", b"\r\n") + DONE
+    for cut in range(1, len(whole)):
+        seen, events = Seen(), Events()
+        for piece in (whole[:cut], whole[cut:]):
+            for data in events.feed(piece):
+                seen.take(data, 0.0)
+        assert (seen.characters, seen.finish, seen.is_done) == (4, "stop", True)
+
+
+def test_an_event_that_ends_with_the_stream_counts():
+    a = asked([event("a"), event("b", finish="stop").rstrip()])
+    assert (a.state, a.output_tokens) == ("answered", 2)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "state", "why"),
+    [
+        ((429, "slow down"), "failed", "HTTP 429: slow down"),
+        ((500, "x" * 1000), "failed", "HTTP 500"),
+        ((302, ""), "failed", "HTTP 302"),
+        ([event("a")], "truncated", "before the server said"),
+        ([event("a"), httpx.ReadError("gone")], "truncated", "ReadError: gone"),
+        ([httpx.RemoteProtocolError("gone")], "failed", "RemoteProtocolError"),
+        ([b"data: {oh\n\n"], "failed", "no stream of JSON"),
+        ([event("a"), event(error={"message": "out of memory"}), DONE], "failed", "out of memory"),
+        ([event(usage=(1, 0)), DONE], "failed", "no choices"),
+        ([event("a"), 1e6, DONE], "late", "longer than 600 s"),
+        ([httpx.ReadTimeout("")], "failed", "nothing came for 60 s"),
+        ([httpx.ConnectTimeout("")], "failed", "no connection in time"),
+        ([httpx.ConnectError("refused")], "failed", "ConnectError: refused"),
+    ],
+)
+def test_what_goes_wrong_is_said(pieces, state, why):
+    a = asked(pieces)
+    assert a.state == state
+    assert why in a.why
+    assert len(a.why) < 400
+    assert Answer.read(a.line()) == a
+
+
+def test_connections_are_bounded_and_waiting_for_one_is_apart():
+    server = Server(lambda body: WHOLE, before_s=1.0)
+
+    async def ask():
+        async with Client(URL, transport=server, connections=2) as client:
+            return await asyncio.gather(*(client.answer("completions", {}, n, 0.0) for n in range(4)))
+
+    answers = run(ask())
+    assert server.most == 2
+    assert measures.queue_ms(answers) == pytest.approx([0, 0, 1600, 1600])
+    assert measures.ttft_ms(answers) == pytest.approx([1200] * 4)
+
+
+def test_a_key_is_sent_and_not_kept():
+    server = Server(lambda body: WHOLE)
+
+    async def ask():
+        async with Client(URL, transport=server, key="secret") as client:
+            return await client.answer("completions", {})
+
+    assert "secret" not in run(ask()).line()
+    assert server.requests[0].headers["authorization"] == "Bearer secret"

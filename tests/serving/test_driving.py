@@ -1,0 +1,103 @@
+"""Workloads on a clock that jumps: when requests are sent, and what is measured of all of them together."""
+
+import pytest
+
+from surokit.serving import measures
+from surokit.serving.client import Answer, Client
+from surokit.serving.driving import Delay, drive
+from surokit.serving.workload import Workload, listed
+from tests.serving.virtual import DONE, Server, event, run
+
+ANSWER = [0.5, event("a"), 0.1, event("b", finish="length"), event(usage=(8, 2)), DONE]
+
+
+def driven(workload, answer=lambda body: ANSWER, **options):
+    server, told = Server(answer), []
+    kept: list[Answer] = []
+
+    async def go():
+        async with Client("http://test.invalid/v1", transport=server, **options) as client:
+            bodies = [{"n": n} for n in range(workload.requests)]
+            return await drive(client, "completions", bodies, workload, lambda *given: told.append(given), kept.append)
+
+    answers, delay = run(go())
+    assert sorted(kept, key=lambda a: a.number) == answers
+    return answers, delay, told, server
+
+
+def test_a_burst_is_sent_at_once():
+    answers, delay, told, _ = driven(Workload(requests=20))
+    assert {a.sent for a in answers} == {0.0}
+    assert measures.duration_s(answers) == pytest.approx(0.6)
+    found = measures.throughput(answers)
+    assert found == pytest.approx(
+        {"requests_per_s": 20 / 0.6, "input_tokens_per_s": 160 / 0.6, "output_tokens_per_s": 40 / 0.6}
+    )
+    assert delay.late_p99_ms == pytest.approx(0, abs=1e-6)
+    assert told
+    assert told[0][:2] == (0, 0)
+
+
+def test_requests_arrive_when_they_are_due_whatever_the_server_does():
+    work = Workload(requests=50, rate=10.0, seed=1)
+    answers, *_ = driven(work)
+    assert [a.sent for a in answers] == pytest.approx(work.arrivals().tolist(), abs=1e-6)
+    gaps = work.arrivals()[1:] - work.arrivals()[:-1]
+    assert gaps.mean() == pytest.approx(0.1, rel=0.4)
+
+
+def test_as_many_as_said_are_unanswered():
+    answers, _, _, server = driven(Workload(requests=9, concurrency=3))
+    assert [round(a.sent, 6) for a in answers] == [0.0] * 3 + [0.6] * 3 + [1.2] * 3
+    assert server.most <= 3
+    assert measures.queue_ms(answers) == pytest.approx([0] * 9)
+
+
+def test_failures_are_counted_and_in_no_time():
+    answers, *_ = driven(Workload(requests=10), lambda body: (500, "no") if body["n"] % 2 else ANSWER)
+    whole = measures.answered(answers)
+    assert (len(answers), len(whole)) == (10, 5)
+    assert measures.goodput(answers, {"ttft": 501, "tpot": 101}) == 0.5
+    assert measures.goodput(answers, {"ttft": 499}) == 0
+    with pytest.raises(ValueError, match="a limit is of"):
+        measures.goodput(answers, {"itl": 1})
+
+
+def test_a_client_that_is_too_busy_says_so():
+    assert not Delay(0.1, 1.0, 0.5).is_saturated
+    assert Delay(0.1, 50.0, 0.5).is_saturated
+    assert Delay(0.1, 1.0, 0.99).is_saturated
+
+
+def test_quantiles_have_intervals_that_hold_as_often_as_they_say():
+    import numpy as np
+
+    drawn = np.random.default_rng(0).exponential(1.0, (2000, 200))
+    for q in (0.5, 0.9):
+        held = [measures.quantile(row, q).holds(-np.log(1 - q)) for row in drawn]
+        assert 0.94 < np.mean(held) < 0.98
+    assert not measures.quantile(drawn[0][:10], 0.99).known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requests": 0},
+        {"input_tokens": 1.5},
+        {"rate": 0},
+        {"rate": 1.0, "concurrency": 2},
+        {"concurrency": 0},
+        {"prompts": ("",)},
+    ],
+)
+def test_workloads_that_cannot_be(changes):
+    with pytest.raises(ValueError, match="Workload"):
+        Workload(**changes)
+
+
+def test_sweeps():
+    work = Workload(requests=5)
+    assert [w.name for w in work.rates(1, 2.5)] == ["1 requests/s", "2.5 requests/s"]
+    assert [w.name for w in listed(work.concurrencies(1, 4))] == ["1 at once", "4 at once"]
+    with pytest.raises(TypeError):
+        listed([])
