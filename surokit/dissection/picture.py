@@ -43,13 +43,13 @@ def picture(found: Dissection) -> Figure:
     plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
     several = len({cell.machine for cell in found.cells}) > 1
     names = [f"{cell.name}, {cell.machine}" if several else cell.name for cell in profiled]
-    _bars(left, profiled, names)
+    _bars(left, profiled, names, height)
     _points(right, [cell for cell in found.cells if cell.tokens_per_s and cell.peak_gib], several)
     figure.suptitle(found.title, fontsize=10)
     return figure
 
 
-def _bars(axes: Axes, cells: list[Cell], names: list[str]) -> None:
+def _bars(axes: Axes, cells: list[Cell], names: list[str], height: float) -> None:
     at = list(range(len(cells)))
     so_far = [0.0] * len(cells)
     for label, (colour, parts) in PIECES.items():
@@ -68,7 +68,8 @@ def _bars(axes: Axes, cells: list[Cell], names: list[str]) -> None:
     axes.set_yticks(at, names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("\N{MICRO SIGN}s a token")
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0.0, -0.1), ncols=3)
+    below = -0.6 / (height - 1.3)  # inches under the axes, where the numbers and the label of the axis end
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(0.0, below), ncols=3)
 
 
 def _shorten(axes: Axes, widths: list[float]) -> None:
@@ -101,7 +102,8 @@ def _points(axes: Axes, cells: list[Cell], several: bool) -> None:
             best.append((x, y))
     axes.plot(*zip(*best), "--", color="0.6", linewidth=0.9, zorder=0) if best else None
     said = [f"{n}  {cell.name}{f', {cell.machine}' * several}" for n, cell in enumerate(cells, 1)]
-    axes.set(xlabel="peak memory, GiB", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
+    axes.set(xlabel="peak memory, GiB", ylabel="tokens/s", xlim=(0, 1.08 * max((x for x, _ in points), default=1)))
+    axes.set_ylim(0, 1.08 * max((y for _, y in points), default=1))
     axes.text(1.02, 1.0, "\n".join(said), transform=axes.transAxes, fontsize=7, va="top")
 
 
