@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from surokit.profiler import Profile
 from surokit.profiler.analysis.activities import IDLE
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ACTIVITIES = 40  # rows that are kept
 OTHERS = "others"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from surokit.serving.client import Answer, Client
-from surokit.serving.prompts import Uncountable, single, texts
+from surokit.serving.prompts import WORDS, Uncountable, single, texts
 from surokit.serving.workload import Workload
 
 #: What keeps an answer from ending early, in the servers that know it; the first that a server takes is sent.
@@ -80,8 +80,6 @@ async def asked(client: Client, model: str | None, workload: Workload, extra: Ma
     try:
         beside, words = await single(count)
     except Uncountable as error:
-        from surokit.serving.prompts import WORDS
-
         note = f"{error}, so prompts have as many words as tokens were asked for"
         return Server(named, first.chat, first.options, 0, WORDS, (*first.notes, note))
     return Server(named, first.chat, first.options, beside, words, first.notes)

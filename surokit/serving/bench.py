@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from surokit.places import make_folder, write_whole
-from surokit.serving.asking import asked
+from surokit.serving.asking import Server, asked
 from surokit.serving.client import CONNECTIONS, LIMIT_S, STALL_S, Answer, Client
 from surokit.serving.driving import drive
 from surokit.serving.served import ANSWERS, FORMAT, HEAD, Point, ServeBench, described
@@ -72,10 +72,14 @@ def serve_bench(
 
     async def measure(tell: Callable[[str], None]) -> None:
         client = Client(url, key=token, connections=connections, stall_s=stall_s, limit_s=limit_s, transport=transport)
+        servers: dict[tuple[bool, bool], Server] = {}
         async with client:
             for work in left:
                 tell(f"{named}, {work.name}: asking what the server takes")
-                found = await asked(client, model, work, extra or {})
+                kind = work.chat, bool(work.prompts)  # what a server takes does not depend on the rest
+                if kind not in servers:
+                    servers[kind] = await asked(client, model, work, extra or {})
+                found = servers[kind]
                 bodies, began = found.bodies(work), datetime.now(UTC).isoformat(timespec="seconds")
 
                 def progress(answers: int, lost: int, seconds: float, work: Workload = work) -> None:
@@ -83,7 +87,7 @@ def serve_bench(
                     tell(f"{named}, {work.name}: {answers} of {work.requests} answered{lost_text}, {seconds:.0f} s")
 
                 answers, delay = await drive(client, found.path, bodies, work, progress)
-                notes = (*found.notes, *_notes(work, answers, found.beside, bool(found.beside or found.words)))
+                notes = (*found.notes, *_notes(work, answers))
                 point = Point(named, work, tuple(answers), delay, notes, began)
                 points.append(point)
                 if place is not None:
@@ -136,10 +140,10 @@ def _say(text: str) -> None:
     print(f"\rsurokit: {text:<100}", end="", file=sys.stderr, flush=True)
 
 
-def _notes(work: Workload, answers: list[Answer], beside: int, counted: bool) -> list[str]:
-    """Say where prompts or answers are not as long as they were asked for."""
+def _notes(work: Workload, answers: list[Answer]) -> list[str]:
+    """Say where prompts are not as long as they were asked for."""
     sizes = {a.input_tokens for a in answers if a.input_tokens is not None}
-    if work.prompts or not counted or sizes <= {work.input_tokens}:
+    if work.prompts or sizes <= {work.input_tokens}:
         return []
     return [f"prompts had {min(sizes)} to {max(sizes)} tokens where {work.input_tokens} were asked for"]
 

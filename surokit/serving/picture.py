@@ -1,4 +1,4 @@
-"""Draw distributions of latency as cumulative shares, and throughput over a sweep."""
+"""Draw distributions of latency as cumulative shares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def picture(found: ServeBench) -> Figure:
             values = np.sort(measures.SPREADS[name](measures.answered(p.answers))) / 1e3
             # answers that were lost keep a curve below 1
             share = np.arange(1, len(values) + 1) / max(1, len(p.answers))
-            axis.step(values, share, where="post", label=f"{p.server}, {p.workload.name}")
+            axis.step(values, share, where="post", label=p.name)
         axis.set(xlabel=words, ylabel="share of all requests", ylim=(0, 1.02), xlim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)

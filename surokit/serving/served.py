@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,7 @@ STATES = ("failed", "truncated", "late")
 class Point:
     """A Point is one workload on one server.
 
-    delay: of the client itself, None where another client measured. notes: what a reader has to know. figures: of another client,
-    instead of answers. date: when it began.
+    delay: of the client itself. notes: what a reader has to know. date: when it began.
     """
 
     server: str
@@ -41,7 +40,11 @@ class Point:
     delay: Delay | None = None
     notes: tuple[str, ...] = ()
     date: str = ""
-    planned: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the server and how the requests arrived."""
+        return f"{self.server}, {self.workload.name}"
 
     def spread(self, name: str, q: float = 0.5) -> Interval:
         """Return a quantile of "ttft", "ttft_text", "tpot", "itl", "e2e" or "queue", in milliseconds, with its interval."""
@@ -125,7 +128,7 @@ class ServeBench:
     def goodput(self, **limits_ms: float) -> dict[str, float]:
         """Return for each point the share of its requests that were answered within every limit, such as ttft=500, tpot=50, in
         milliseconds."""
-        return {f"{p.server}, {p.workload.name}": measures.goodput(p.answers, limits_ms) for p in self.points}
+        return {p.name: measures.goodput(p.answers, limits_ms) for p in self.points}
 
     def saturation(self, server: str | None = None) -> Point | None:
         """Return the last point of a sweep that a server keeps up with: it answers 95 % of the requests a second that arrive, or
@@ -141,13 +144,11 @@ class ServeBench:
 
     def cost(self, usd_per_hour: float) -> dict[str, float]:
         """Return US dollars for a million output tokens at each point, at a price of the server per hour."""
-        rates = {
-            f"{p.server}, {p.workload.name}": measures.throughput(p.answers)["output_tokens_per_s"] for p in self.points
-        }
+        rates = {p.name: measures.throughput(p.answers)["output_tokens_per_s"] for p in self.points}
         return {name: usd_per_hour / 3600 / rate * 1e6 if rate else math.inf for name, rate in rates.items()}
 
     def plot(self) -> Figure:
-        """Draw the distributions of time to the first token and of the whole request, and throughput over a sweep."""
+        """Draw the distributions of time to the first token and of the whole request."""
         from surokit.serving.picture import picture
 
         return picture(self)
@@ -157,7 +158,7 @@ class ServeBench:
         """Return what has to be known beside the table."""
         found = []
         for p in self.points:
-            where = f"{p.server}, {p.workload.name}"
+            where = p.name
             found += [f"{where}: {note}" for note in p.notes]
             if p.delay is not None and p.delay.is_saturated:
                 found.append(
@@ -185,7 +186,7 @@ class ServeBench:
                     f"{lost:,}" if lost else "",
                     three_digits(t["requests_per_s"]),
                     three_digits(t["output_tokens_per_s"]),
-                    *(_both(p, name) for name in ("ttft", "ttft_text", "tpot", "itl", "e2e", "queue")),
+                    *(_both(p, name) for name in measures.SPREADS),
                 ]
             )
         return rows
@@ -206,7 +207,7 @@ class ServeBench:
 
 HEADER = (
     *("server", "arrivals", "answered", "lost", "requests/s", "tokens/s"),
-    *(f"{name} p50 / p99, ms" for name in ("ttft", "ttft_text", "tpot", "itl", "e2e", "queue")),
+    *(f"{name} p50 / p99, ms" for name in measures.SPREADS),
 )
 
 

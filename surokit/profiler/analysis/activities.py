@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from surokit.profiler.analysis import timeline as tl
-from surokit.profiler.analysis.attribution import on_threads
+from surokit.profiler.analysis.attribution import outermost_around
 from surokit.profiler.analysis.collectives import collectives
 from surokit.profiler.analysis.roles import Observed, Table, ms, table
 from surokit.profiler.analysis.timeline import Int
@@ -57,12 +57,11 @@ def _own_of_operators(o: Observed) -> Int:
     """Return the share of each operator in the busy time: its time without the operators that it calls, and of time that two
     threads work at once only what the outermost operator around it has."""
     a = o.active
-    outer = np.flatnonzero(tl.outermost(a.start_E, a.end_E, a.thread_E))
-    top_A = on_threads(a.thread_E[outer], a.start_E[outer], a.end_E[outer], a.thread_E, a.start_E)
-    inside = top_A >= 0  # one without duration is in none
+    top_A = outermost_around(a)
+    inside = top_A >= 0
     alone_A = np.where(inside, tl.self_time(a.start_E, a.end_E, a.thread_E), 0)
-    share, whole = (np.bincount(top_A[inside], of[inside], minlength=len(outer)) for of in (o.own_A, alone_A))
-    return np.where(inside, alone_A * (share / np.maximum(whole, 1))[top_A], 0.0) if len(outer) else alone_A
+    share, whole = (np.bincount(top_A[inside], of[inside], minlength=len(a)) for of in (o.own_A, alone_A))
+    return np.where(inside, alone_A * (share / np.maximum(whole, 1))[top_A], 0.0) if len(a) else alone_A
 
 
 __all__ = ["IDLE", "activities_table"]

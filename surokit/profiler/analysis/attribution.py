@@ -27,12 +27,8 @@ class Attribution:
         self.ops = events.take(events.is_kind(Kind.OP))
         self.nodes = self.ops.take(self.ops.is_named(n.startswith(_NODE) for n in events.names))
         nodes = self.nodes
-        outer = np.flatnonzero(tl.outermost(nodes.start_E, nodes.end_E, nodes.thread_E))
-        alone = nodes.take(outer)
         # the outermost node around each node, itself where there is none
-        self._around_N = pick(
-            outer, on_threads(alone.thread_E, alone.start_E, alone.end_E, nodes.thread_E, nodes.start_E)
-        )
+        self._around_N = outermost_around(nodes)
         self.maker_N = self._makers()
         makers = self.ops.take(np.maximum(self.maker_N, 0)) if len(self.ops) else self.ops
         module_N = np.where(self.maker_N >= 0, self._span_module(makers.thread_E, makers.start_E), -1)
@@ -94,6 +90,14 @@ def shown_path(path: str, paths: tuple[tuple[str, str], ...]) -> str:
     modules have children. `paths` are a recording's modules."""
     trunks = {p.partition(".")[0] for p, _ in paths if "." in p}
     return path.partition(".")[2] or path if len(trunks) == 1 else path
+
+
+def outermost_around(calls: Timeline) -> Int:
+    """Return for each call the index of the outermost one around it on its thread, its own where there is none; -1 for one without
+    duration."""
+    outer = np.flatnonzero(tl.outermost(calls.start_E, calls.end_E, calls.thread_E))
+    alone = calls.take(outer)
+    return pick(outer, on_threads(alone.thread_E, alone.start_E, alone.end_E, calls.thread_E, calls.start_E))
 
 
 def lookup(keys: Int, wanted_Q: Int) -> Int:

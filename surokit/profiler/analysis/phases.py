@@ -84,8 +84,9 @@ def _on_device(o: Observed, modules: Modules, unions: list[Layer]) -> Phases:
         hidden = tl.covered(*computing, start, end)
         np.add.at(overlapped_KP[k], phase_A[talk], hidden)
         np.add.at(exposed_KP[k], phase_A[talk], end - start - hidden)
-    _add_ranges(o, unions, asked, Phases(wall_KP, exposed_KP, idle_KP, overlapped_KP))
-    return Phases(wall_KP, exposed_KP, idle_KP, overlapped_KP)
+    found = Phases(wall_KP, exposed_KP, idle_KP, overlapped_KP)
+    _add_ranges(o, unions, asked, found)
+    return found
 
 
 def _add_ranges(o: Observed, unions: list[Layer], asked: Int, found: Phases) -> None:
