@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from surokit.serving.client import Answer, Client
 from surokit.serving.prompts import WORDS, Uncountable, single, texts
 from surokit.serving.workload import Workload
@@ -90,9 +88,9 @@ async def only_model(client: Client) -> str:
     try:
         found = await client.get("models")
         names = [str(each["id"]) for each in found["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (ConnectionError, ValueError, KeyError, TypeError) as error:
         raise ConnectionError(
-            f"serve_bench({client.url!r}): the server does not list its models ({type(error).__name__}: {error}): is it up, and "
+            f"serve_bench({client.url!r}): the server does not list its models ({error}): is it up, and "
             "does the address end as OpenAI's does, in /v1? Else give model=."
         ) from error
     if len(names) != 1:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from surokit.places import make_folder, write_whole
 from surokit.serving.asking import Server, asked
 from surokit.serving.client import CONNECTIONS, LIMIT_S, STALL_S, Answer, Client
@@ -39,7 +37,6 @@ def serve_bench(
     stall_s: float = STALL_S,
     limit_s: float = LIMIT_S,
     extra: Mapping[str, Any] | None = None,
-    transport: httpx.AsyncBaseTransport | None = None,
 ) -> ServeBench:
     """Measure a server that speaks OpenAI's HTTP interface, and return its throughput and latencies.
 
@@ -50,7 +47,7 @@ def serve_bench(
     key: sent as a bearer token and kept nowhere; the environment's OPENAI_API_KEY without it.
     connections: at most so many requests are sent at once; what others wait for that is `queue`, and in no other time.
     stall_s: seconds without a byte, limit_s: of a whole request, beyond which it has failed. extra: fields that are sent with each
-        request. transport: instead of the network, for tests.
+        request.
 
     A few requests before the first workload find out what the server takes. Answers that failed, were cut off or came too late are
     counted and in no time. An interrupt keeps the workloads that were measured, and returns them.
@@ -71,7 +68,7 @@ def serve_bench(
     left = [work for work in works if work not in [point.workload for point in points]]
 
     async def measure(tell: Callable[[str], None]) -> None:
-        client = Client(url, key=token, connections=connections, stall_s=stall_s, limit_s=limit_s, transport=transport)
+        client = Client(url, key=token, connections=connections, stall_s=stall_s, limit_s=limit_s)
         servers: dict[tuple[bool, bool], Server] = {}
         async with client:
             for work in left:

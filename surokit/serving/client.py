@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-import httpx
+import aiohttp
 
 from surokit.serving.stream import Events, Seen
 
 State = Literal["answered", "failed", "truncated", "late"]
 CONNECTIONS = 1024
 CONNECT_S, STALL_S, LIMIT_S = 10.0, 60.0, 600.0
+IDLE_S = 2.0  # after which a connection is not used again: servers close idle ones, many after 5 s
+OK = 200  # status of an answer
 _SAID = 300  # characters that are kept of what a server says
 
 
@@ -64,9 +66,10 @@ class Client:
     """A Client asks one server, with at most so many connections at once.
 
     url: of the interface, such as "http://127.0.0.1:8000/v1". key: sent as a bearer token, and kept nowhere. connect_s, stall_s:
-    seconds to connect, and without a byte; limit_s: of a whole request. transport: instead of the network, for tests.
+    seconds to connect, and without a byte; limit_s: of a whole request. socket: path of a Unix socket, instead of the host.
 
-    Nothing is sent to another address: redirects are failures, and the environment's proxies are not used.
+    Nothing is sent to another address: redirects are failures, and the environment's proxies are not used. It is a context manager
+    of a running loop.
     """
 
     def __init__(
@@ -78,36 +81,46 @@ class Client:
         connect_s: float = CONNECT_S,
         stall_s: float = STALL_S,
         limit_s: float = LIMIT_S,
-        transport: httpx.AsyncBaseTransport | None = None,
+        socket: str | None = None,
     ) -> None:
         self.url, self.limit_s, self.stall_s = url.rstrip("/"), limit_s, stall_s
-        headers = {"accept-encoding": "identity", "content-type": "application/json"}
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=stall_s)
+        self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if key:
-            headers["authorization"] = f"Bearer {key}"
+            self._headers["authorization"] = f"Bearer {key}"
         self._places = asyncio.Semaphore(connections)
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            timeout=httpx.Timeout(stall_s, connect=connect_s, pool=None),
-            follow_redirects=False,
-            trust_env=False,
-            transport=transport,
-        )
+        self._socket = socket
 
     async def __aenter__(self) -> Client:
+        # a place of the semaphore is a connection: what waits for one is measured, and the connector's own limit would hide it
+        connector: aiohttp.BaseConnector = (
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ttl_dns_cache=None)
+            if self._socket is None
+            else aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=IDLE_S)
+        )
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def get(self, path: str) -> Any:
-        """Return the JSON at a path below the address. httpx.HTTPError or ValueError where there is none."""
-        response = await self._http.get(f"{self.url}/{path}")
-        if response.status_code != httpx.codes.OK:
-            raise ValueError(f"HTTP {response.status_code}")
-        return response.json()
+        """Return the JSON at a path below the address. ConnectionError or ValueError where there is none."""
+        try:
+            async with self._http.get(f"{self.url}/{path}", allow_redirects=False) as response:
+                if response.status != OK:
+                    raise ValueError(f"HTTP {response.status}")
+                return json.loads(await response.read())
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionError(_said(error)) from error
 
     async def answer(
         self, path: str, body: Mapping[str, Any], number: int = 0, due: float | None = None, zero: float = 0.0
@@ -128,11 +141,11 @@ class Client:
             try:
                 async with (
                     asyncio.timeout(self.limit_s),
-                    self._http.stream("POST", f"{self.url}/{path}", content=content) as response,
+                    self._http.post(f"{self.url}/{path}", data=content, allow_redirects=False) as response,
                 ):
-                    status = response.status_code
-                    if status == httpx.codes.OK:
-                        async for received in response.aiter_raw():
+                    status = response.status
+                    if status == OK:
+                        async for received in response.content.iter_any():
                             now = clock()
                             for data in events.feed(received):
                                 seen.take(data, now)
@@ -141,18 +154,17 @@ class Client:
                             seen.take(data, now)
                         state, why = _ended(seen)
                     else:
-                        said = (await response.aread()).decode("utf-8", "replace")
+                        said = (await response.read()).decode("utf-8", "replace")
                         why = f"HTTP {status}: {' '.join(said.split())[:_SAID]}"
+            except aiohttp.ConnectionTimeoutError:
+                why = "no connection in time"
+            except aiohttp.SocketTimeoutError:
+                why = f"nothing came for {self.stall_s:g} s"
             except TimeoutError:
                 state, why = "late", f"the request took longer than {self.limit_s:g} s"
-            except httpx.ConnectTimeout:
-                why = "no connection in time"
-            except httpx.TimeoutException:
-                why = f"nothing came for {self.stall_s:g} s"
-            except httpx.HTTPError as error:
+            except (aiohttp.ClientError, OSError) as error:
                 # a stream that breaks after some text is an answer that was cut off
-                state = "truncated" if seen.at else "failed"
-                why = f"{type(error).__name__}: {error}"[:_SAID]
+                state, why = "truncated" if seen.at else "failed", _said(error)
             except ValueError as error:
                 why = f"what came is no stream of JSON: {error}"[:_SAID]
         inputs, outputs, counted = seen.tokens()
@@ -177,6 +189,10 @@ class Client:
             finish=seen.finish,
             status=status,
         )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_SAID]
 
 
 def _ended(seen: Seen) -> tuple[State, str]:

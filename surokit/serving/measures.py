@@ -113,17 +113,21 @@ def _within(answer: Answer, name: str, limit_ms: float) -> bool:
     return not len(values) or bool(values[0] <= limit_ms)  # one token has no time per token
 
 
-def quantile(values: Floats, q: float, level: float = 0.95) -> Interval:
-    """Return a quantile, and the interval that holds the true one in at least `level` of samples of independent values.
+def quantiles(values: Floats, qs: Sequence[float], level: float = 0.95) -> list[Interval]:
+    """Return quantiles, each with the interval that holds the true one in at least `level` of samples of independent values.
 
-    The quantile is numpy's (linear between neighbors); the ends are order statistics by the binomial distribution of how many
+    A quantile is numpy's (linear between neighbors); the ends are order statistics by the binomial distribution of how many
     values lie below the true quantile (Conover, Practical Nonparametric Statistics, 3.2). They are nan where so few values
     cannot say it.
     """
     if not len(values):
-        return Interval(math.nan, math.nan, math.nan)
-    low, high = _ranks(len(values), q, level)
+        return [Interval(math.nan, math.nan, math.nan)] * len(qs)
     ordered = np.sort(values)
+    return [_quantile(ordered, q, level) for q in qs]
+
+
+def _quantile(ordered: Floats, q: float, level: float) -> Interval:
+    low, high = _ranks(len(ordered), q, level)
     mid = float(np.quantile(ordered, q))
     if low < 0 or high >= len(ordered):
         return Interval(math.nan, mid, math.nan)
@@ -148,4 +152,4 @@ def _log_factorials(n: int) -> Any:
     return np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1)))))
 
 
-__all__ = ["DEFINITIONS", "QUANTILES", "SPREADS", "answered", "duration_s", "goodput", "quantile", "throughput"]
+__all__ = ["DEFINITIONS", "QUANTILES", "SPREADS", "answered", "duration_s", "goodput", "quantiles", "throughput"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class Point:
     """A Point is one workload on one server.
 
     delay: of the client itself. notes: what a reader has to know. date: when it began.
+    stated: figures of another client's file that keeps no single answers, by the names of `row()`. unknown: names of times that
+    its answers cannot say, such as "itl" where only an answer's first and last token are known.
     """
 
     server: str
@@ -40,6 +42,8 @@ class Point:
     delay: Delay | None = None
     notes: tuple[str, ...] = ()
     date: str = ""
+    stated: Mapping[str, float] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -48,11 +52,22 @@ class Point:
 
     def spread(self, name: str, q: float = 0.5) -> Interval:
         """Return a quantile of "ttft", "ttft_text", "tpot", "itl", "e2e" or "queue", in milliseconds, with its interval."""
-        return measures.quantile(measures.SPREADS[name](measures.answered(self.answers)), q)
+        return self._spreads(name, (q,))[0]
+
+    def _spreads(self, name: str, qs: Sequence[float]) -> list[Interval]:
+        if name in self.unknown or not self.answers:
+            stated = [self.stated.get(f"{name}_p{q * 100:.0f}_ms", math.nan) for q in qs]
+            return [Interval(math.nan, value, math.nan) for value in stated]
+        return measures.quantiles(measures.SPREADS[name](measures.answered(self.answers)), qs)
+
+    def throughput(self) -> Mapping[str, float]:
+        """Return requests_per_s, input_tokens_per_s and output_tokens_per_s."""
+        found = measures.throughput(self.answers)
+        return {name: self.stated.get(name, value) for name, value in found.items()}
 
     def count(self, state: str) -> int:
         """Return how many answers are in a state: "answered", "failed", "truncated", "late"."""
-        return sum(a.state == state for a in self.answers)
+        return int(self.stated.get(state, sum(a.state == state for a in self.answers)))
 
     @property
     def short(self) -> int:
@@ -62,11 +77,10 @@ class Point:
 
     def row(self) -> dict[str, Any]:
         """Return the figures of the point: throughput, quantiles in milliseconds, counts."""
-        found: dict[str, Any] = {"server": self.server, "arrivals": self.workload.name, "requests": len(self.answers)}
-        found |= measures.throughput(self.answers)
+        found: dict[str, Any] = {"server": self.server, "arrivals": self.workload.name}
+        found |= {"requests": sum(map(self.count, ("answered", *STATES))), **self.throughput()}
         for name in measures.SPREADS:
-            for q in measures.QUANTILES:
-                low, mid, high = self.spread(name, q)
+            for q, (low, mid, high) in zip(measures.QUANTILES, self._spreads(name, measures.QUANTILES)):
                 found |= {
                     f"{name}_p{q * 100:.0f}_ms": mid,
                     f"{name}_p{q * 100:.0f}_low": low,
@@ -144,7 +158,7 @@ class ServeBench:
 
     def cost(self, usd_per_hour: float) -> dict[str, float]:
         """Return US dollars for a million output tokens at each point, at a price of the server per hour."""
-        rates = {p.name: measures.throughput(p.answers)["output_tokens_per_s"] for p in self.points}
+        rates = {p.name: p.throughput()["output_tokens_per_s"] for p in self.points}
         return {name: usd_per_hour / 3600 / rate * 1e6 if rate else math.inf for name, rate in rates.items()}
 
     def plot(self) -> Figure:
@@ -176,7 +190,7 @@ class ServeBench:
     def _rows(self) -> list[list[str]]:
         rows = []
         for p in self.points:
-            t = measures.throughput(p.answers)
+            t = p.throughput()
             lost = sum(p.count(state) for state in STATES)
             rows.append(
                 [
@@ -216,7 +230,7 @@ def _both(point: Point, name: str) -> str:
 
 
 def _rate(point: Point) -> float:
-    return measures.throughput(point.answers)["requests_per_s"]
+    return point.throughput()["requests_per_s"]
 
 
 def _point(place: Path, values: Mapping[str, Any]) -> Point:

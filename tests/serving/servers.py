@@ -1,6 +1,9 @@
 """Servers in memory: each word of a prompt is one token, long words are two, and an answer has as many as it is asked for."""
 
-import httpx
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
 
 from tests.serving.virtual import DONE, Server, event
 
@@ -20,11 +23,10 @@ class Words(Server):
         super().__init__(self.answered)
         self.knows, self.counts, self.stops, self.models = knows, counts, stops, models
 
-    async def handle_async_request(self, request):
-        if request.method == "GET":
-            self.requests.append(request)
-            return httpx.Response(200, json={"data": [{"id": name} for name in self.models]})
-        return await super().handle_async_request(request)
+    def got(self, path):
+        if path != "/v1/models":
+            return super().got(path)
+        return 200, json.dumps({"data": [{"id": name} for name in self.models]})
 
     def answered(self, body):
         usual = {"model", "prompt", "messages", "max_tokens", "temperature", "stream"}
@@ -36,3 +38,26 @@ class Words(Server):
         chat = "messages" in body
         usage = [event(usage=(tokens_of(body), n))] if self.counts and "stream_options" in body else []
         return [*(event("x", chat=chat) for _ in range(n)), event(finish="length", chat=chat), *usage, DONE]
+
+
+@contextmanager
+def listening(server):
+    """Run a server in a thread, and give its address."""
+    began, ended = threading.Event(), threading.Event()
+    found = []
+
+    async def serve():
+        there = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+        found.append(there.sockets[0].getsockname()[1])
+        began.set()
+        async with there:
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    began.wait()
+    try:
+        yield f"http://127.0.0.1:{found[0]}/v1"
+    finally:
+        ended.set()
+        thread.join()

@@ -3,10 +3,10 @@
 import pytest
 
 from surokit.serving import measures
-from surokit.serving.client import Answer, Client
+from surokit.serving.client import Answer
 from surokit.serving.driving import Delay, drive
 from surokit.serving.workload import Workload, listed
-from tests.serving.virtual import DONE, Server, event, run
+from tests.serving.virtual import DONE, Server, asking, event, run
 
 ANSWER = [0.5, event("a"), 0.1, event("b", finish="length"), event(usage=(8, 2)), DONE]
 
@@ -16,7 +16,7 @@ def driven(workload, answer=lambda body: ANSWER, **options):
     kept: list[Answer] = []
 
     async def go():
-        async with Client("http://test.invalid/v1", transport=server, **options) as client:
+        async with asking(server, **options) as client:
             bodies = [{"n": n} for n in range(workload.requests)]
             return await drive(client, "completions", bodies, workload, lambda *given: told.append(given), kept.append)
 
@@ -74,9 +74,9 @@ def test_quantiles_have_intervals_that_hold_as_often_as_they_say():
 
     drawn = np.random.default_rng(0).exponential(1.0, (2000, 200))
     for q in (0.5, 0.9):
-        held = [measures.quantile(row, q).holds(-np.log(1 - q)) for row in drawn]
+        held = [measures.quantiles(row, [q])[0].holds(-np.log(1 - q)) for row in drawn]
         assert 0.94 < np.mean(held) < 0.98
-    assert not measures.quantile(drawn[0][:10], 0.99).known
+    assert not measures.quantiles(drawn[0][:10], [0.99])[0].known
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,32 @@
-"""A loop whose clock jumps to whatever is due next, and a server in memory that answers by a script: times are exact."""
+"""A loop whose clock jumps to whatever is due next, and a server on a Unix socket that answers by a script: times are exact."""
 
 import asyncio
 import json
 import selectors
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
 
-import httpx
+from surokit.serving.client import Client
+
+URL = "http://test.invalid/v1"
+BREAK = object()  # in a script: the connection breaks
 
 
 class Jumping(selectors.DefaultSelector):
-    """Never waits: the time that the loop would wait passes at once."""
+    """Never waits: where nothing has arrived, the time that the loop would wait passes at once."""
 
     def __init__(self):
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout=None):
+        if arrived := super().select(0):
+            return arrived
         if timeout is None:
             raise RuntimeError("the loop waits, and nothing is due")
         self.now += max(0.0, timeout)
-        return super().select(0)
+        return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -36,7 +44,7 @@ def run(coroutine):
 
 
 async def passed(seconds):
-    """Come back when so much time has passed on the loop's clock, which jumps there."""
+    """Come back when so much time has passed on the loop's clock."""
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     loop.call_later(seconds, done.set_result, None)
@@ -60,43 +68,76 @@ def event(text=None, *, finish=None, usage=None, chat=False, role=None, **more):
 DONE = b"data: [DONE]\n\n"
 
 
-class Script(httpx.AsyncByteStream):
-    """Pieces of an answer: bytes that are sent, seconds that pass, an exception that breaks the connection."""
+class Server:
+    """Answers each request by `answer(body)`: pieces of a stream, or a status with a text.
 
-    def __init__(self, pieces):
-        self.pieces = pieces
+    A piece is bytes that are sent, seconds that pass, or BREAK. chunked: the stream is sent in HTTP's chunks, else its end is the
+    connection's. bodies, heads: what was asked, and its first lines; most: how many requests were unanswered together.
+    """
 
-    async def __aiter__(self):
-        for piece in self.pieces:
-            if isinstance(piece, bytes):
-                yield piece
-            elif isinstance(piece, BaseException):
-                raise piece
-            else:
-                await passed(piece)
-
-
-class Server(httpx.AsyncBaseTransport):
-    """Answers each request by `answer(body)`: pieces of a stream, or a status with a text."""
-
-    def __init__(self, answer, before_s=0.0):
-        self.answer, self.before_s = answer, before_s
-        self.bodies = []
-        self.requests = []
+    def __init__(self, answer, before_s=0.0, chunked=True):
+        self.answer, self.before_s, self.chunked = answer, before_s, chunked
+        self.bodies, self.heads = [], []
         self.open = self.most = 0
 
-    async def handle_async_request(self, request):
-        self.requests.append(request)
-        body = json.loads(request.content) if request.content else {}
-        self.bodies.append(body)
-        self.open += 1
-        self.most = max(self.most, self.open)
+    def got(self, path):
+        """What a GET is answered by."""
+        return 404, "nothing here"
+
+    async def handle(self, reader, writer):
         try:
-            await passed(self.before_s)
-            found = self.answer(body)
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.heads.append(head)
+                method, path, _ = head.split(" ", 2)
+                fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:-2])
+                text = await reader.readexactly(int(fields.get("content-length", 0)))
+                if method == "GET":
+                    found = self.got(path)
+                else:
+                    body = json.loads(text)
+                    self.bodies.append(body)
+                    self.open += 1
+                    self.most = max(self.most, self.open)
+                    try:
+                        if self.before_s:
+                            await passed(self.before_s)
+                        found = self.answer(body)
+                    finally:
+                        self.open -= 1
+                if not await self.sent(writer, found):
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):  # the other side has gone
+            pass
         finally:
-            self.open -= 1
+            writer.close()
+
+    async def sent(self, writer, found):
+        """Send an answer, and return whether the connection can be used again."""
         if isinstance(found, tuple):
             status, text = found
-            return httpx.Response(status, text=text)
-        return httpx.Response(200, stream=Script(found))
+            writer.write(f"HTTP/1.1 {status} -\r\ncontent-length: {len(text)}\r\nlocation: /\r\n\r\n{text}".encode())
+            return True
+        how = "transfer-encoding: chunked" if self.chunked else "connection: close"
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{how}\r\n\r\n".encode())
+        for piece in found:
+            if piece is BREAK:
+                return False
+            if not isinstance(piece, bytes):
+                await passed(piece)
+            elif piece:
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self.chunked else piece)
+        if self.chunked:
+            writer.write(b"0\r\n\r\n")
+        return self.chunked
+
+
+@asynccontextmanager
+async def asking(server, **options):
+    """A client of this server, on the running loop."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "socket")
+        listening = await asyncio.start_unix_server(server.handle, path)
+        async with Client(URL, socket=path, **options) as client:
+            yield client
+        listening.close()
