@@ -34,6 +34,7 @@ _NAMES: dict[str, str] = {
         "dissection.dissection": "Dissection",
         "serving.bench": "serve_bench",
         "serving.served": "ServeBench",
+        "serving.starting": "ServerProcess",
         "serving.workload": "Workload",
         "efficiency.measure": "scale",
         "efficiency.scaling": "Scaling",

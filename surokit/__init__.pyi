@@ -100,6 +100,7 @@ from surokit.recipe import Recipe as Recipe
 from surokit.recipe import recipes as recipes
 from surokit.serving.bench import serve_bench as serve_bench
 from surokit.serving.served import ServeBench as ServeBench
+from surokit.serving.starting import ServerProcess as ServerProcess
 from surokit.serving.workload import Workload as Workload
 from surokit.train import AdamW as AdamW
 from surokit.train import AdamW8bit as AdamW8bit

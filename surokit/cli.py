@@ -1,5 +1,5 @@
-"""Run the command line, `surokit doctor | plan | race | dissect | watch | launch | export | quickstart`: each is the function of
-that name.
+"""Run the command line, `surokit doctor | plan | race | dissect | serve-bench | watch | launch | export | quickstart`: each is the
+function of that name.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """
@@ -72,7 +72,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"surokit {surokit.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="doctor | plan | race | dissect | watch | launch | export | quickstart"
+        dest="command",
+        required=True,
+        metavar="doctor | plan | race | dissect | serve-bench | watch | launch | export | quickstart",
     )
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
@@ -96,6 +98,16 @@ def make_parser() -> argparse.ArgumentParser:
             "dissect",
             help="what each optimization of a step brings, alone and together",
             epilog=_DISSECT_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
+
+    _add_serve_bench(
+        commands.add_parser(
+            "serve-bench",
+            help="throughput and latencies of a server with OpenAI's HTTP interface",
+            epilog=_SERVE_BENCH_EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -302,6 +314,97 @@ def _dissect(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         print(f"report: {found.report(arguments.report)}")
     return 0
+
+
+_SERVE_BENCH_EXAMPLES = """\
+examples:
+  surokit serve-bench http://127.0.0.1:8000/v1                            1000 requests of 512 tokens in one burst
+  surokit serve-bench http://127.0.0.1:8000/v1 --rate 1 2 4 8 --limits ttft=500 tpot=50 --folder runs/vllm
+  surokit serve-bench --start "vllm serve Qwen/Qwen3-8B --port {port}" --concurrency 1 8 64 --beside runs/sglang theirs.json"""
+
+
+def _add_serve_bench(bench: argparse.ArgumentParser) -> None:
+    """Arguments of `sk.serve_bench` and `sk.Workload` under their own names."""
+    bench.add_argument(
+        "url", metavar="URL", nargs="?", help="of the interface; without it --start says how it is started"
+    )
+    bench.add_argument(
+        "--start", metavar="COMMAND", help='starts the server, and ends it: "{port}" becomes a free port'
+    )
+    bench.add_argument("--model", metavar="NAME", help="as the server names it; the only one that it has")
+    bench.add_argument("--server", metavar="NAME", default="", help="its name in the table (its address)")
+    bench.add_argument("--requests", type=int, default=1000, metavar="N", help="(1000)")
+    bench.add_argument("--input-tokens", type=int, default=512, metavar="N", help="of each prompt (512)")
+    bench.add_argument("--output-tokens", type=int, default=128, metavar="N", help="of each answer (128)")
+    arrivals = bench.add_mutually_exclusive_group()
+    arrivals.add_argument(
+        "--rate", type=_number, nargs="+", metavar="N", help="requests that arrive a second; several are a sweep"
+    )
+    arrivals.add_argument(
+        "--concurrency", type=int, nargs="+", metavar="N", help="requests at once; several are a sweep"
+    )
+    bench.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts, one a line")
+    bench.add_argument("--chat", action="store_true", help="messages to chat/completions, not texts to completions")
+    bench.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (0)")
+    bench.add_argument(
+        "--connections", type=int, default=1024, metavar="N", help="at most so many requests at once (1024)"
+    )
+    bench.add_argument("--folder", type=Path, help="keep every answer there; a second call goes on with the rest")
+    bench.add_argument(
+        "--beside", nargs="+", default=(), metavar="PATH", help="folders, or files of other clients, in the same table"
+    )
+    bench.add_argument(
+        "--limits", nargs="+", default=(), metavar="NAME=MS", help="of a good answer: ttft=500 tpot=50 e2e=5000"
+    )
+    bench.add_argument("--usd-per-hour", type=_number, metavar="N", help="price of the server")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="the distributions: .png, .svg or .pdf")
+    bench.add_argument("--csv", type=Path, metavar="FILE", help="the whole table with its intervals")
+    bench.set_defaults(run=_serve_bench)
+
+
+def _serve_bench(arguments: argparse.Namespace) -> int:
+    import surokit as sk
+
+    if (arguments.url is None) == (arguments.start is None):
+        raise ValueError(
+            "serve-bench: give the address of a server that runs, or --start with the line that starts one."
+        )
+    _check_picture(arguments.plot)
+    limits = dict(map(_limit, arguments.limits))
+    named = ("requests", "input_tokens", "output_tokens", "chat", "seed")
+    prompts = () if arguments.prompts is None else tuple(filter(None, arguments.prompts.read_text().splitlines()))
+    work = sk.Workload(**{name: getattr(arguments, name) for name in named}, prompts=prompts)
+    works = [work]
+    if arguments.rate or arguments.concurrency:
+        works = work.rates(*arguments.rate) if arguments.rate else work.concurrencies(*arguments.concurrency)
+    others = [sk.ServeBench.load(path) for path in arguments.beside]
+    given = {name: getattr(arguments, name) for name in ("model", "server", "folder", "connections")}
+    with contextlib.ExitStack() as stack:
+        url = arguments.url or stack.enter_context(sk.ServerProcess(arguments.start)).url
+        found = sk.serve_bench(url, workload=works, **given)
+    for other in others:
+        found = found.add(other)
+    print(found)
+    for name, share in found.goodput(**limits).items() if limits else ():
+        print(f"  {name}: {share:.1%} of the requests within {', '.join(arguments.limits)} ms")
+    for name, usd in found.cost(arguments.usd_per_hour).items() if arguments.usd_per_hour else ():
+        print(f"  {name}: {units.value(usd, 'USD')} for a million output tokens")
+    if (kept := found.saturation(found.points[0].server)) and len(works) > 1:
+        print(f"  {kept.name}: the last point that the server keeps up with")
+    if arguments.plot is not None:
+        found.plot().savefig(arguments.plot, dpi=150)
+    if arguments.csv is not None:
+        found.table().to_csv(arguments.csv, index=False)
+    return 0
+
+
+def _limit(text: str) -> tuple[str, float]:
+    """Read a limit in milliseconds, as in ttft=500."""
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--limits {text!r}: write a time and its milliseconds, as in ttft=500.") from None
 
 
 def _switch(text: str) -> tuple[str, tuple[Any, ...]]:

@@ -100,6 +100,12 @@ def make_folder(folder: Path, what: str) -> None:
         ) from error
 
 
+def check_new(folder: Path, who: str) -> None:
+    """Raise ValueError for a folder that has content. who: the function that was asked, such as "dissect"."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{who}(folder={str(folder)!r}): the folder holds something else; give a new one.")
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file that whoever looks sees whole or not at all: under another name first. OSError as the system gives it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")

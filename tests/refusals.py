@@ -124,7 +124,7 @@ class _Refusals:
         message = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w{{8}}", "<tmp>", message)
         message = message.replace(own.name, "<tmp>") if own else message
         message = re.sub(r"\b(weights?) [0-9a-f]{8}\b", r"\1 <digest>", message.replace(str(ROOT), "<root>"))
-        message = re.sub(r"\b127\.0\.0\.1:\d+", "127.0.0.1:<port>", message)
+        message = re.sub(r"\b(127\.0\.0\.1:|port=)\d+", r"\1<port>", message)
         return re.sub(r"\b0x[0-9a-f]{8,}", "<address>", message)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "hub": "",
     "torch_private": "",
     "ranks": "",
+    "child_processes": "",
     "blocks": "",
     "hardware": "arguments formats",
     "runs": "ranks places",
@@ -70,7 +71,7 @@ MAY_IMPORT = {
     "statistics tables optim runs torch_private",
     "dissection": "applied calibration convert environment fusion hardware launching models offload optim parallel places planner "
     "profiler racing ranks recipe statistics tables train units",
-    "serving": "places statistics tables units",
+    "serving": "child_processes environment places planner statistics tables units",
     "integrations": "live train profiler widgets offload optim runs",
     "cli": "*",
     "bench": "*",

@@ -31,15 +31,14 @@ from types import FrameType
 from typing import Any
 
 from surokit.bench import result
-from surokit.bench.process import end_with_parent
 from surokit.bench.results_store import commit
+from surokit.child_processes import end_group, end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = 1  # of status.json
 MOST_MIN = 8.0  # of any step
 SPARE_MIN = 1.0  # between the minutes that a step is given and those after which it is ended
 LEAST_MIN = 1.5  # that a step which goes on later is worth beginning with
-ENDS_S = 10.0  # for a step to end by itself once it is told to
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,7 @@ class Hour:
                     ", and measured nothing." if state == "failed" else "."
                 )
             finally:
-                _end(process)
+                end_group(process)
                 entry["seconds"] = round(entry["seconds"] + time.monotonic() - began_s, 1)
                 entry["calls"] += 1
                 entry["problems"] |= _problems(before, self._found(step))
@@ -403,16 +402,6 @@ def _problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()]
     return next((line[:300] for line in reversed(lines) if line), "without a word")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its group: first by asking."""
-    for ask in (signal.SIGINT, signal.SIGKILL):
-        if process.poll() is None or ask == signal.SIGKILL:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, ask)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(ENDS_S)
 
 
 def _environment() -> dict[str, str]:

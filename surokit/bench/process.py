@@ -11,7 +11,6 @@ long. The other end is `serve`, in that process.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
@@ -27,6 +26,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from surokit.bench.clocks import device_clocks
+from surokit.child_processes import end_with_parent
 
 Answers = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -54,12 +54,6 @@ def understood(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         raise Failed(str(answer["error"]))
     return answer
-
-
-def end_with_parent() -> None:
-    """Let the system end this process with the one that started it, however that one ends; on Linux, elsewhere it does nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def serve(start: Callable[[], tuple[Mapping[str, Any], Answers | None]]) -> int:

@@ -31,7 +31,7 @@ from surokit.launching.call import packed
 from surokit.launching.launch import Launch, check_outside
 from surokit.launching.outcome import LaunchError
 from surokit.models.config import DecoderConfig
-from surokit.places import find_device, make_folder, write_whole
+from surokit.places import check_new, find_device, make_folder, write_whole
 from surokit.racing.comparability import digest_of
 from surokit.statistics import ROUNDS
 from surokit.units import counted, elapsed
@@ -327,8 +327,7 @@ def _opened(place: Path, head: Mapping[str, Any], order: Sequence[str]) -> Disse
     """Return what the folder holds, made where it is not there; its head gets the cells of this call. ValueError for a folder of
     something else."""
     if not (place / HEAD).exists():
-        if place.exists() and any(place.iterdir()):
-            raise ValueError(f"dissect(folder={str(place)!r}): the folder holds something else; give a new one.")
+        check_new(place, "dissect")
         for name in (CELLS, PROFILES):
             make_folder(place / name, "the cells of a dissection")
         write_whole(place / HEAD, json.dumps({**head, "order": list(order)}, indent=1))

@@ -7,18 +7,20 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from surokit.places import make_folder, write_whole
+from surokit.places import check_new, make_folder, write_whole
 from surokit.serving.asking import Server, asked
 from surokit.serving.client import CONNECTIONS, LIMIT_S, STALL_S, Answer, Client
 from surokit.serving.driving import drive
-from surokit.serving.served import ANSWERS, FORMAT, HEAD, Point, ServeBench, described
+from surokit.serving.point import Point
+from surokit.serving.progress import Progress
+from surokit.serving.served import ANSWERS, FORMAT, HEAD, ServeBench, described
 from surokit.serving.workload import Workload, listed
 
 BURST = Workload()
@@ -50,7 +52,8 @@ def serve_bench(
         request.
 
     A few requests before the first workload find out what the server takes. Answers that failed, were cut off or came too late are
-    counted and in no time. An interrupt keeps the workloads that were measured, and returns them.
+    counted and in no time. An interrupt keeps the workloads that were measured, and returns them; the one that was under way is
+    measured anew from its start, as a part of a load is another load, and its answers so far stay in the folder.
 
     ValueError or TypeError for arguments that cannot be, and a folder of another server; ConnectionError where nothing answers.
     """
@@ -58,7 +61,9 @@ def serve_bench(
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"serve_bench({url!r}): give the address of an interface, such as 'http://127.0.0.1:8000/v1'.")
-    for name, value in (("connections", connections), ("stall_s", stall_s), ("limit_s", limit_s)):
+    if isinstance(connections, bool) or not isinstance(connections, int) or connections < 1:
+        raise ValueError(f"serve_bench(connections={connections!r}): a whole number of at least 1.")
+    for name, value in (("stall_s", stall_s), ("limit_s", limit_s)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"serve_bench({name}={value!r}): a number above 0.")
     token = os.environ.get(KEY, "") if key is None else key
@@ -67,26 +72,27 @@ def serve_bench(
     points = [] if place is None else _opened(place, named)
     left = [work for work in works if work not in [point.workload for point in points]]
 
-    async def measure(tell: Callable[[str], None]) -> None:
+    async def measure(progress: Progress) -> None:
         client = Client(url, key=token, connections=connections, stall_s=stall_s, limit_s=limit_s)
         servers: dict[tuple[bool, bool], Server] = {}
         async with client:
             for work in left:
-                tell(f"{named}, {work.name}: asking what the server takes")
+                progress.tell(f"{named}, {work.name}: asking what the server takes")
                 kind = work.chat, bool(work.prompts)  # what a server takes does not depend on the rest
                 if kind not in servers:
                     servers[kind] = await asked(client, model, work, extra or {})
                 found = servers[kind]
                 bodies, began = found.bodies(work), datetime.now(UTC).isoformat(timespec="seconds")
 
-                def progress(answers: int, lost: int, seconds: float, work: Workload = work) -> None:
-                    lost_text = f", {lost} lost" if lost else ""
-                    tell(f"{named}, {work.name}: {answers} of {work.requests} answered{lost_text}, {seconds:.0f} s")
+                def tell(answers: Mapping[int, Answer], seconds: float, work: Workload = work) -> None:
+                    progress.tell_answers(f"{named}, {work.name}", work.requests, answers, seconds)
 
-                answers, delay = await drive(client, found.path, bodies, work, progress)
+                with _as_they_come(place, len(points)) as keep:
+                    answers, delay = await drive(client, found.path, bodies, work, tell, keep)
                 notes = (*found.notes, *_notes(work, answers))
                 point = Point(named, work, tuple(answers), delay, notes, began)
                 points.append(point)
+                progress.point(point.line)
                 if place is not None:
                     _keep(place, points)
 
@@ -100,13 +106,14 @@ def serve_bench(
     return ServeBench([*wanted, *(point for point in points if point not in wanted)])
 
 
-def _in_a_loop(measure: Callable[[Callable[[str], None]], Any]) -> None:
+def _in_a_loop(measure: Callable[[Progress], Any]) -> None:
     """Run the measuring in a loop and a thread of its own: a notebook has a loop that runs already."""
     failed: list[BaseException] = []
+    progress = Progress()
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
 
     async def main() -> None:
-        task = asyncio.ensure_future(measure(_say))
+        task = asyncio.ensure_future(measure(progress))
         started.append((asyncio.get_running_loop(), task))
         await task
 
@@ -121,6 +128,7 @@ def _in_a_loop(measure: Callable[[Callable[[str], None]], Any]) -> None:
     try:
         while thread.is_alive():
             thread.join(0.1)
+            progress.show()
     except KeyboardInterrupt:
         for loop, task in started:
             with suppress(RuntimeError):  # it has ended meanwhile
@@ -128,13 +136,9 @@ def _in_a_loop(measure: Callable[[Callable[[str], None]], Any]) -> None:
         thread.join()
         raise
     finally:
-        print(file=sys.stderr)
+        progress.show(is_last=True)
     if failed:
         raise failed[0]
-
-
-def _say(text: str) -> None:
-    print(f"\rsurokit: {text:<100}", end="", file=sys.stderr, flush=True)
 
 
 def _notes(work: Workload, answers: list[Answer]) -> list[str]:
@@ -151,8 +155,7 @@ def _notes(work: Workload, answers: list[Answer]) -> list[str]:
 def _opened(place: Path, server: str) -> list[Point]:
     """Return the points that a folder holds, which is made where it is not there. ValueError for a folder of something else."""
     if not (place / HEAD).exists():
-        if place.exists() and any(place.iterdir()):
-            raise ValueError(f"serve_bench(folder={str(place)!r}): the folder holds something else; give a new one.")
+        check_new(place, "serve_bench")
         make_folder(place / ANSWERS, "the answers of a server")
         return []
     points = list(ServeBench.load(place).points)
@@ -164,10 +167,26 @@ def _opened(place: Path, server: str) -> list[Point]:
     return points
 
 
+@contextmanager
+def _as_they_come(place: Path | None, number: int) -> Iterator[Callable[[Answer], object] | None]:
+    """Give what keeps each answer as it comes, in a file that the workload's whole one replaces; None where there is no folder."""
+    if place is None:
+        yield None
+        return
+    with (place / ANSWERS / _under_way(number)).open("w") as lines:
+        yield lambda answer: lines.write(answer.line() + "\n")
+
+
+def _under_way(number: int) -> str:
+    return f"{number:02}.interrupted.jsonl"
+
+
 def _keep(place: Path, points: list[Point]) -> None:
     """Write the last point's answers, then the head that names them."""
-    file = f"{len(points) - 1:02}.jsonl"
+    number = len(points) - 1
+    file = f"{number:02}.jsonl"
     write_whole(place / ANSWERS / file, "".join(answer.line() + "\n" for answer in points[-1].answers))
+    (place / ANSWERS / _under_way(number)).unlink()
     rows = [described(point, f"{i:02}.jsonl") for i, point in enumerate(points)]
     write_whole(place / HEAD, json.dumps({"format": FORMAT, "points": rows}, indent=1))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Literal
 
 import aiohttp
@@ -16,7 +17,6 @@ from surokit.serving.stream import Events, Seen
 State = Literal["answered", "failed", "truncated", "late"]
 CONNECTIONS = 1024
 CONNECT_S, STALL_S, LIMIT_S = 10.0, 60.0, 600.0
-IDLE_S = 2.0  # after which a connection is not used again: servers close idle ones, many after 5 s
 OK = 200  # status of an answer
 _SAID = 300  # characters that are kept of what a server says
 
@@ -92,11 +92,13 @@ class Client:
         self._socket = socket
 
     async def __aenter__(self) -> Client:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_mark)
         # a place of the semaphore is a connection: what waits for one is measured, and the connector's own limit would hide it
         connector: aiohttp.BaseConnector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ttl_dns_cache=None)
+            aiohttp.TCPConnector(limit=0, ttl_dns_cache=None)
             if self._socket is None
-            else aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=IDLE_S)
+            else aiohttp.UnixConnector(self._socket, limit=0)
         )
         self._http = aiohttp.ClientSession(
             connector=connector,
@@ -104,6 +106,7 @@ class Client:
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
+            trace_configs=[trace],
         )
         return self
 
@@ -141,7 +144,7 @@ class Client:
             try:
                 async with (
                     asyncio.timeout(self.limit_s),
-                    self._http.post(f"{self.url}/{path}", data=content, allow_redirects=False) as response,
+                    self._opened(f"{self.url}/{path}", content) as response,
                 ):
                     status = response.status
                     if status == OK:
@@ -189,6 +192,28 @@ class Client:
             finish=seen.finish,
             status=status,
         )
+
+    @asynccontextmanager
+    async def _opened(self, url: str, content: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request, and give its response. A connection that was used before may have been closed by the server meanwhile,
+        after an idle while or an error: then the request never reached it, and is sent over another one."""
+        while True:
+            connection = SimpleNamespace(used_before=False)
+            asking = self._http.post(url, data=content, allow_redirects=False, trace_request_ctx=connection)
+            try:
+                response = await asking
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not connection.used_before:
+                    raise
+                continue
+            async with response:
+                yield response
+            return
+
+
+async def _mark(session: aiohttp.ClientSession, context: SimpleNamespace, event: object) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.used_before = True
 
 
 def _said(error: Exception) -> str:

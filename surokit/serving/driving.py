@@ -17,7 +17,7 @@ from surokit.serving.workload import Workload
 TICK_S = 0.01  # between two looks at the loop's own delay
 TELL_S = 0.5  # between two messages of progress
 BUSY, LATE_MS = 0.9, 10.0  # share of a core, and delay in 1 of 100 looks, from which the client measures itself
-Tell = Callable[[int, int, float], None]  # answers, those that failed, seconds
+Tell = Callable[[Mapping[int, Answer], float], None]  # answers by the number of their request, seconds
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ async def _watching(answers: Mapping[int, Answer], tell: Tell | None) -> AsyncIt
             looks.late_s.append(max(0.0, now - due))
             if tell is not None and now - told >= TELL_S:
                 told = now
-                tell(len(answers), sum(a.state != "answered" for a in answers.values()), now - began)
+                tell(answers, now - began)
 
     task = asyncio.create_task(look())
     try:

@@ -1,4 +1,4 @@
-"""Draw distributions of latency as cumulative shares."""
+"""Draw distributions of latency as cumulative shares, and throughput and latencies over a sweep."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from surokit.serving import measures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from surokit.serving.point import Point
     from surokit.serving.served import ServeBench
 
+_SWEPT = {"rate": "requests that arrive a second", "concurrency": "requests at once"}
 
-def picture(found: ServeBench) -> Figure:
+
+def distributions(found: ServeBench) -> Figure:
     """Draw one curve a point: the share of answers below a time to the first token, and below a time of the whole request."""
     from matplotlib.figure import Figure
 
@@ -32,4 +35,41 @@ def picture(found: ServeBench) -> Figure:
     return figure
 
 
-__all__ = ["picture"]
+def sweep(found: ServeBench) -> Figure:
+    """Draw output tokens a second, and the median and 99th percentile of ttft and tpot, over what each server's sweep changes."""
+    from matplotlib.figure import Figure
+
+    by, servers = _swept(found)
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for server, points in servers.items():
+        at = [getattr(p.workload, by) for p in points]
+        (line,) = axes[0].plot(at, [p.throughput()["output_tokens_per_s"] for p in points], "o-", ms=4, label=server)
+        for axis, name in zip(axes[1:], ("ttft", "tpot")):
+            for q, style in ((0.5, "o-"), (0.99, "o:")):
+                axis.plot(at, [p.spread(name, q).mid for p in points], style, ms=4, color=line.get_color())
+    words = ("output tokens a second", "time to the first token, ms", "time per output token, ms")
+    for axis, ylabel in zip(axes, words):
+        axis.set(xlabel=_SWEPT[by], ylabel=ylabel, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    axes[1].set_title("median, and 99th percentile dotted", fontsize=9)
+    axes[2].set_title("median, and 99th percentile dotted", fontsize=9)
+    return figure
+
+
+def _swept(found: ServeBench) -> tuple[str, dict[str, list[Point]]]:
+    """Return what the sweeps change, "rate" or "concurrency", and the points of each server in that order."""
+    for by in _SWEPT:
+        servers: dict[str, list[Point]] = {}
+        for p in found.points:
+            if getattr(p.workload, by) is not None:
+                servers.setdefault(p.server, []).append(p)
+        if any(len(points) > 1 for points in servers.values()):
+            return by, {name: sorted(points, key=lambda p: getattr(p.workload, by)) for name, points in servers.items()}
+    raise ValueError(
+        "plot_sweep() needs a server under several rates or several numbers at once: give serve_bench workload=work.rates(1, 2, 4)."
+    )
+
+
+__all__ = ["distributions", "sweep"]

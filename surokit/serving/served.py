@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.serving import measures
 from surokit.serving.client import Answer
 from surokit.serving.driving import Delay
+from surokit.serving.planned import planned
+from surokit.serving.point import STATES, Point
 from surokit.serving.workload import Workload
-from surokit.statistics import Interval
 from surokit.tables import html_table, text_table
 from surokit.units import three_digits
 
@@ -21,73 +22,11 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from surokit.planner.planning import Plan
+
 FORMAT = 1
 HEAD, ANSWERS = "serving.json", "answers"
 KEPT_UP = 0.95  # share of the offered requests, from which a server keeps up with a rate
-STATES = ("failed", "truncated", "late")
-
-
-@dataclass(frozen=True)
-class Point:
-    """A Point is one workload on one server.
-
-    delay: of the client itself. notes: what a reader has to know. date: when it began.
-    stated: figures of another client's file that keeps no single answers, by the names of `row()`. unknown: names of times that
-    its answers cannot say, such as "itl" where only an answer's first and last token are known.
-    """
-
-    server: str
-    workload: Workload
-    answers: tuple[Answer, ...] = ()
-    delay: Delay | None = None
-    notes: tuple[str, ...] = ()
-    date: str = ""
-    stated: Mapping[str, float] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the server and how the requests arrived."""
-        return f"{self.server}, {self.workload.name}"
-
-    def spread(self, name: str, q: float = 0.5) -> Interval:
-        """Return a quantile of "ttft", "ttft_text", "tpot", "itl", "e2e" or "queue", in milliseconds, with its interval."""
-        return self._spreads(name, (q,))[0]
-
-    def _spreads(self, name: str, qs: Sequence[float]) -> list[Interval]:
-        if name in self.unknown or not self.answers:
-            stated = [self.stated.get(f"{name}_p{q * 100:.0f}_ms", math.nan) for q in qs]
-            return [Interval(math.nan, value, math.nan) for value in stated]
-        return measures.quantiles(measures.SPREADS[name](measures.answered(self.answers)), qs)
-
-    def throughput(self) -> Mapping[str, float]:
-        """Return requests_per_s, input_tokens_per_s and output_tokens_per_s."""
-        found = measures.throughput(self.answers)
-        return {name: self.stated.get(name, value) for name, value in found.items()}
-
-    def count(self, state: str) -> int:
-        """Return how many answers are in a state: "answered", "failed", "truncated", "late"."""
-        return int(self.stated.get(state, sum(a.state == state for a in self.answers)))
-
-    @property
-    def short(self) -> int:
-        """Return how many whole answers have fewer tokens than were asked for."""
-        asked = self.workload.output_tokens
-        return sum(a.output_tokens is not None and a.output_tokens < asked for a in measures.answered(self.answers))
-
-    def row(self) -> dict[str, Any]:
-        """Return the figures of the point: throughput, quantiles in milliseconds, counts."""
-        found: dict[str, Any] = {"server": self.server, "arrivals": self.workload.name}
-        found |= {"requests": sum(map(self.count, ("answered", *STATES))), **self.throughput()}
-        for name in measures.SPREADS:
-            for q, (low, mid, high) in zip(measures.QUANTILES, self._spreads(name, measures.QUANTILES)):
-                found |= {
-                    f"{name}_p{q * 100:.0f}_ms": mid,
-                    f"{name}_p{q * 100:.0f}_low": low,
-                    f"{name}_p{q * 100:.0f}_high": high,
-                }
-        found |= {state: self.count(state) for state in ("answered", *STATES)}
-        return {**found, "short": self.short}
 
 
 class ServeBench:
@@ -114,6 +53,15 @@ class ServeBench:
                 "another name."
             )
         return ServeBench([*self.points, *points])
+
+    def planned(self, plan: Plan, server: str = "planned") -> ServeBench:
+        """Return one with what a plan for serving predicts of each workload beside what was measured, as a server of that name.
+
+        plan: of the model on the server's GPU, as `surokit.plan(model, gpu=surokit.calibrate())`. ValueError as `plan.serving` has
+        it.
+        """
+        works = dict.fromkeys(point.workload for point in self.points)
+        return self.add(ServeBench(planned(plan, work, server) for work in works))
 
     @classmethod
     def load(cls, folder: str | Path) -> ServeBench:
@@ -163,9 +111,16 @@ class ServeBench:
 
     def plot(self) -> Figure:
         """Draw the distributions of time to the first token and of the whole request."""
-        from surokit.serving.picture import picture
+        from surokit.serving.picture import distributions
 
-        return picture(self)
+        return distributions(self)
+
+    def plot_sweep(self) -> Figure:
+        """Draw throughput and latencies of each server over the rates, or the numbers at once, of its sweep. ValueError where no
+        server has more than one of them."""
+        from surokit.serving.picture import sweep
+
+        return sweep(self)
 
     @property
     def notes(self) -> list[str]:
@@ -253,4 +208,4 @@ def described(point: Point, file: str) -> dict[str, Any]:
     }
 
 
-__all__ = ["ANSWERS", "FORMAT", "HEAD", "Point", "ServeBench", "described"]
+__all__ = ["ANSWERS", "FORMAT", "HEAD", "ServeBench", "described"]

@@ -1,11 +1,14 @@
 """serve_bench against servers in memory: what is sent, what a server refuses, folders, tables, and what goes wrong."""
 
+import _thread
 import asyncio
+import dataclasses
 import json
 
 import pytest
 
 import surokit as sk
+from surokit.serving.client import Answer
 from surokit.serving.served import HEAD
 from tests.refusals import refused
 from tests.serving.servers import BESIDE, Words, listening, tokens_of
@@ -105,8 +108,49 @@ def test_a_server_that_cannot_be_measured():
         benched(Server(lambda body: (400, "no such model")), model="tiny")
 
 
+def test_an_interrupted_workload_leaves_its_answers_and_is_measured_anew(tmp_path):
+    server = Words()
+    answered = server.answered
+    first = benched(server, folder=tmp_path)
+    (more,) = WORK.concurrencies(2)
+    seen = []
+
+    def interrupts(body):
+        if body["max_tokens"] == WORK.output_tokens:  # of the workload, not asked before it
+            seen.append(body)
+        if len(seen) == 20:
+            _thread.interrupt_main()
+        return answered(body)
+
+    server.answer = interrupts
+    found = benched(server, [WORK, dataclasses.replace(more, requests=100_000)], folder=tmp_path)
+    assert found.points == first.points
+    (left,) = (tmp_path / "answers").glob("*.interrupted.jsonl")
+    assert all(Answer.read(line).state == "answered" for line in left.read_text().splitlines())
+    whole = benched(server, [WORK, more], folder=tmp_path)
+    assert [p.count("answered") for p in whole.points] == [6, 6]
+    assert not left.exists()
+
+
+def test_a_sweep_is_drawn(tmp_path):
+    found = benched(Words(), WORK.concurrencies(1, 2))
+    figure = found.plot_sweep()
+    assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[1, 2]]
+    figure.savefig(tmp_path / "sweep.png")
+    with refused(ValueError):
+        benched(Words()).plot_sweep()
+
+
 @pytest.mark.parametrize(
-    "changes", [{"url": "localhost:8000"}, {"url": None}, {"connections": 0}, {"stall_s": -1}, {"limit_s": True}]
+    "changes",
+    [
+        {"url": "localhost:8000"},
+        {"url": None},
+        {"connections": 0},
+        {"connections": 1.5},
+        {"stall_s": -1},
+        {"limit_s": True},
+    ],
 )
 def test_arguments(changes):
     with refused(ValueError):

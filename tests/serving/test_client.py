@@ -110,6 +110,16 @@ def test_a_key_is_sent_and_not_kept():
     assert "authorization: Bearer secret\r\n" in server.heads[0]
 
 
+def test_a_connection_that_a_server_closes_after_an_error_is_not_used_again():
+    server = Server(lambda body: (500, "no") if body["n"] == 0 else WHOLE)
+
+    async def ask():
+        async with asking(server) as client:
+            return [await client.answer("completions", {"n": n}) for n in range(2)]
+
+    assert [a.state for a in run(ask())] == ["failed", "answered"]
+
+
 def test_a_redirect_is_not_followed():
     server = Server(lambda body: (302, ""))
 

@@ -117,7 +117,7 @@ class Server:
         if isinstance(found, tuple):
             status, text = found
             writer.write(f"HTTP/1.1 {status} -\r\ncontent-length: {len(text)}\r\nlocation: /\r\n\r\n{text}".encode())
-            return True
+            return status < 500  # as uvicorn: the connection is closed, and no header says so
         how = "transfer-encoding: chunked" if self.chunked else "connection: close"
         writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{how}\r\n\r\n".encode())
         for piece in found:

@@ -1,0 +1,34 @@
+"""Start a process that ends with the one that started it, and end it with all that it started in turn."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+# looked up beforehand: between a fork and its program nothing may wait for a lock that another thread held
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+ENDS_S = 10.0  # for a process to end by itself once it is told to
+
+
+def end_with_parent() -> None:
+    """Let the system end this process with the one that started it, however that one ends; on Linux, elsewhere it does nothing."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_group(process: subprocess.Popen[bytes], asks: signal.Signals = signal.SIGINT, ends_s: float = ENDS_S) -> None:
+    """End a process that was started in a session of its own, and its group: first by asking with a signal, then by force."""
+    for ask in (asks, signal.SIGKILL):
+        if process.poll() is None or ask == signal.SIGKILL:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, ask)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ends_s)
+
+
+__all__ = ["ENDS_S", "end_group", "end_with_parent"]

@@ -1,0 +1,50 @@
+"""What a plan predicts of a workload: its own figures, as answers that wait where the server is full."""
+
+import dataclasses
+
+import pytest
+
+import surokit as sk
+from surokit.serving import measures
+from surokit.serving.planned import planned
+from tests.planner.families import QWEN3_8B
+
+PLAN = sk.plan(QWEN3_8B, gpu="H100")
+WORK = sk.Workload(requests=64, input_tokens=512, output_tokens=128)
+SAID = PLAN.serving(512, 128, 8)
+
+
+def test_a_closed_load_is_the_plans_own_figures():
+    point = planned(PLAN, dataclasses.replace(WORK, concurrency=8), "planned")
+    assert point.throughput()["output_tokens_per_s"] == pytest.approx(SAID.tokens_per_s)
+    assert point.spread("ttft").mid == pytest.approx(SAID.prefill_batch_ms)
+    assert point.spread("tpot").mid == pytest.approx(SAID.token_ms)
+    assert point.spread("itl", 0.99).mid == pytest.approx(SAID.token_ms)
+    assert point.spread("e2e").mid == pytest.approx(SAID.request_ms)
+
+
+def test_what_finds_no_place_waits():
+    most = SAID.most or 0
+    work = dataclasses.replace(WORK, requests=2 * most)
+    answers = planned(PLAN, work, "planned").answers
+    full = SAID.at(most)
+    firsts = measures.ttft_ms(answers)
+    assert firsts[:most] == pytest.approx([full.prefill_batch_ms] * most)
+    assert firsts[most:] == pytest.approx([full.request_ms + full.prefill_batch_ms] * most)
+    closed = planned(PLAN, dataclasses.replace(work, concurrency=2 * most), "planned")
+    assert [a.sent for a in closed.answers] == [0.0] * 2 * most
+
+
+def test_at_a_rate_as_many_are_served_as_it_keeps_in_the_server():
+    slow = planned(PLAN, dataclasses.replace(WORK, rate=0.01), "planned")
+    assert slow.spread("tpot").mid == pytest.approx(SAID.at(1).token_ms)
+    assert slow.spread("ttft").mid == pytest.approx(SAID.prefill_ms)
+    fast = planned(PLAN, dataclasses.replace(WORK, rate=1e6), "planned")
+    assert fast.spread("tpot").mid == pytest.approx(SAID.at(64).token_ms)
+
+
+def test_it_stands_beside_what_was_measured():
+    measured = sk.ServeBench([planned(PLAN, WORK, "vLLM")])
+    both = measured.planned(PLAN)
+    assert both.table()["server"].tolist() == ["vLLM", "planned"]
+    assert "not measured" in repr(both)
