@@ -19,10 +19,10 @@ _SWEPT = {"rate": "requests that arrive a second", "concurrency": "requests at o
 
 def distributions(found: ServeBench) -> Figure:
     """Draw one curve a point: the share of answers below a time to the first token, and below a time of the whole request."""
-    from matplotlib.figure import Figure
+    from matplotlib import pyplot as plt
 
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    axes = figure.subplots(1, 2)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
     for axis, name, words in zip(axes, ("ttft", "e2e"), ("time to the first token, s", "time of the whole answer, s")):
         for p in found.points:
             values = np.sort(measures.SPREADS[name](measures.answered(p.answers))) / 1e3
@@ -31,17 +31,17 @@ def distributions(found: ServeBench) -> Figure:
             axis.step(values, share, where="post", label=p.name)
         axis.set(xlabel=words, ylabel="share of all requests", ylim=(0, 1.02), xlim=(0, None))
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
 def sweep(found: ServeBench) -> Figure:
     """Draw output tokens a second, and the median and 99th percentile of ttft and tpot, over what each server's sweep changes."""
-    from matplotlib.figure import Figure
+    from matplotlib import pyplot as plt
 
     by, servers = _swept(found)
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+    plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
     for server, points in servers.items():
         at = [getattr(p.workload, by) for p in points]
         (line,) = axes[0].plot(at, [p.throughput()["output_tokens_per_s"] for p in points], "o-", ms=4, label=server)
@@ -50,9 +50,10 @@ def sweep(found: ServeBench) -> Figure:
                 axis.plot(at, [p.spread(name, q).mid for p in points], style, ms=4, color=line.get_color())
     words = ("output tokens a second", "time to the first token, ms", "time per output token, ms")
     for axis, ylabel in zip(axes, words):
-        axis.set(xlabel=_SWEPT[by], ylabel=ylabel, ylim=(0, None))
+        axis.set(xlabel=_SWEPT[by], ylabel=ylabel, ylim=(0, 1.06 * axis.get_ylim()[1]))
+        axis.set_xticks(sorted({getattr(p.workload, by) for points in servers.values() for p in points}))
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     axes[1].set_title("median, and 99th percentile dotted", fontsize=9)
     axes[2].set_title("median, and 99th percentile dotted", fontsize=9)
     return figure

@@ -44,7 +44,7 @@ def planned(plan: Plan, workload: Workload, server: str) -> Point:
         for number, (sent, start) in enumerate(_starts(workload, places, whole_ms / 1e3))
     ]
     stated = {f"itl_p{q}_ms": beside.token_ms for q in (50, 90, 99)} if workload.output_tokens > 1 else {}
-    notes = (f"a {one.kind}, not measured: {beside.concurrency} requests at once, {beside.title}",)
+    notes = (f"planned and not measured ({one.kind}), {beside.concurrency} served at once: {beside.title}",)
     return Point(server, workload, tuple(answers), notes=notes, stated=stated, unknown=("itl", "queue"))
 
 

@@ -14,7 +14,7 @@ from surokit.serving.client import Answer
 from surokit.serving.driving import Delay
 from surokit.serving.planned import planned
 from surokit.serving.point import STATES, Point
-from surokit.serving.workload import Workload
+from surokit.serving.workload import Workload, listed
 from surokit.tables import html_table, text_table
 from surokit.units import three_digits
 
@@ -54,13 +54,15 @@ class ServeBench:
             )
         return ServeBench([*self.points, *points])
 
-    def planned(self, plan: Plan, server: str = "planned") -> ServeBench:
-        """Return one with what a plan for serving predicts of each workload beside what was measured, as a server of that name.
+    def planned(
+        self, plan: Plan, server: str = "planned", workload: Workload | Iterable[Workload] | None = None
+    ) -> ServeBench:
+        """Return one with what a plan for serving predicts beside what was measured, as a server of that name.
 
-        plan: of the model on the server's GPU, as `surokit.plan(model, gpu=surokit.calibrate())`. ValueError as `plan.serving` has
-        it.
+        plan: of the model on the server's GPU, as `surokit.plan(model, gpu=surokit.calibrate())`. workload: one or several, those
+        that were measured without it. ValueError as `plan.serving` has it.
         """
-        works = dict.fromkeys(point.workload for point in self.points)
+        works = dict.fromkeys(p.workload for p in self.points) if workload is None else listed(workload)
         return self.add(ServeBench(planned(plan, work, server) for work in works))
 
     @classmethod
@@ -181,7 +183,8 @@ HEADER = (
 
 
 def _both(point: Point, name: str) -> str:
-    return " / ".join(three_digits(point.spread(name, q).mid) for q in (0.5, 0.99))
+    found = [point.spread(name, q).mid for q in (0.5, 0.99)]
+    return "" if all(map(math.isnan, found)) else " / ".join(map(three_digits, found))
 
 
 def _rate(point: Point) -> float:

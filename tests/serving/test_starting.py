@@ -18,10 +18,10 @@ def test_a_server_is_there_within_its_block_and_gone_after_it(tmp_path):
         with refused(RuntimeError), sk.ServerProcess(FILES, port=server.port):
             pass
     assert "GET /v1/models" in (tmp_path / "log.txt").read_text()
-    with (
-        refused(TimeoutError),
-        sk.ServerProcess(FILES, ready_s=0),
-    ):  # its port is free again, and nothing answers as it should
+
+
+def test_a_server_that_does_not_answer_in_time():
+    with refused(TimeoutError), sk.ServerProcess("sleep 60", ready_s=0):
         pass
 
 
