@@ -169,6 +169,12 @@ def make_parser() -> argparse.ArgumentParser:
     dissection.add_argument("--rounds", type=int, default=5, help="of all cells (default 5)")
     dissection.add_argument("--model", choices=("33M", "135M", "tiny"), default="33M", help="(default 33M)")
 
+    serving = commands.add_parser(
+        "serving", help="transformers serve with a small decoder, a plan beside it; or the client's own delay"
+    )
+    serving.add_argument("--what", choices=("server", "client"), default="server", help="(default server)")
+    serving.add_argument("--model", choices=("33M", "tiny"), default="33M", help="(default 33M)")
+
     zenflow = commands.add_parser(
         "zenflow", help="losses of ZenFlow here and in DeepSpeed, of the same schedule, over steps of a small decoder"
     )
@@ -242,6 +248,7 @@ def make_parser() -> argparse.ArgumentParser:
         predicted,
         scaling,
         dissection,
+        serving,
         zenflow,
         compiled,
         watching,

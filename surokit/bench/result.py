@@ -176,6 +176,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "deferral",
         "spans",
         "dissection",
+        "serving",
         "zenflow",
     ):
         if part in data:
@@ -199,7 +200,7 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
-    known = ("peers", "deferral", "spans", "predicted", "dissection", "zenflow")
+    known = ("peers", "deferral", "spans", "predicted", "dissection", "serving", "zenflow")
     return _module(next((part for part in known if part in data), "study"))
 
 

@@ -187,7 +187,7 @@ def _keep(place: Path, points: list[Point]) -> None:
     file = f"{number:02}.jsonl"
     write_whole(place / ANSWERS / file, "".join(answer.line() + "\n" for answer in points[-1].answers))
     (place / ANSWERS / _under_way(number)).unlink()
-    rows = [described(point, f"{i:02}.jsonl") for i, point in enumerate(points)]
+    rows = [{"file": f"{i:02}.jsonl", **described(point)} for i, point in enumerate(points)]
     write_whole(place / HEAD, json.dumps({"format": FORMAT, "points": rows}, indent=1))
 
 

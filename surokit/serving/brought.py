@@ -23,13 +23,16 @@ from surokit.serving import measures
 from surokit.serving.client import Answer, State
 from surokit.serving.point import Point
 from surokit.serving.workload import Workload
+from surokit.units import counted
 
 Found = Mapping[str, Any]  # an object of a file
 
 _PERCENTS = tuple(round(q * 100) for q in measures.QUANTILES)
 _SAID = 300  # characters that are kept of why a request failed
-_TEXT = "it sees only chunks with text: its time to the first token is ttft_text here, and tpot and e2e begin and end at such chunks"
+_TEXT = "it sees chunks with text alone, so its first token is that of ttft_text, and tpot and e2e begin and end at such chunks"
 _ALONE = "the file holds no single answers, so figures are as that client states them"
+_UNSENT = "the file does not say when requests were sent"
+_STATED = "so throughput is as that client states it"
 
 
 def read(path: Path) -> list[Point]:
@@ -85,13 +88,13 @@ def _vllm_run(found: Found, path: Path) -> Point:
     unknown = ["ttft_text"]
     stated = _throughput(found)
     if "ttfts" in found:
-        answers = _columns(found, only_ends=False)
-        if "start_times" in found and all(a.state == "answered" for a in answers):
-            stated = {}
+        answers = _columns(found)
+        if "start_times" not in found:
+            notes.append(f"{_UNSENT}, {_STATED}")
+        elif any(a.state != "answered" for a in answers):
+            notes.append(f"the file does not say when the requests ended that were lost, {_STATED}")
         else:
-            notes.append(
-                "the file does not say when each request began and ended, so throughput is as that client states it"
-            )
+            stated = {}
         unknown += [] if "queue_times" in found else ["queue"]
     else:
         notes.append(f"{_ALONE}, and its duration begins before the first request; --save-detailed keeps the answers")
@@ -118,18 +121,18 @@ def _sglang(objects: Sequence[Found], path: Path) -> list[Point]:
 
 
 def _sglang_run(found: Found, path: Path) -> Point:
-    """Read one run. Its tpot and e2e last until the stream has ended, and its itl shares a chunk's gap among the tokens in it:
-    those are other figures than ours."""
+    """Read one run. Its own tpot and e2e last until the stream has ended, and before SGLang's own interface its itl shares a gap
+    among the tokens of a chunk: those are other figures than ours."""
     notes = [f"measured with SGLang's benchmark; {_TEXT}"]
+    is_shared = found.get("backend") in ("sglang", "sglang-native")
     answers: tuple[Answer, ...] = ()
     stated = _throughput(found)
     if "ttfts" in found:
-        answers = _columns(found, only_ends=True)
-        notes.append("the file does not say when each request was sent, so throughput is as that client states it")
+        answers = _columns(found, is_text=True, is_shared=is_shared)
+        notes.append(f"{_UNSENT}, {_STATED}")
     else:
-        notes.append(
-            f"{_ALONE}; --output-details keeps the answers; it defines tpot, itl and e2e otherwise, and does not say how many failed"
-        )
+        notes.append(f"{_ALONE}, and not how many failed; --output-details keeps the answers")
+        notes.append("its tpot, itl and e2e are defined otherwise and left out")
         stated |= _quantiles(found, {"ttft_text": "ttft"}) | {"answered": found["completed"]}
     return _point(
         found.get("tag") or found.get("backend") or path.stem,
@@ -138,7 +141,7 @@ def _sglang_run(found: Found, path: Path) -> Point:
         totals=(found["completed"], found["total_input_tokens"], found["total_output_tokens"]),
         notes=notes,
         stated=stated,
-        unknown=("ttft", "itl", "queue"),
+        unknown=("ttft", "queue", "itl") if is_shared else ("ttft", "queue"),
     )
 
 
@@ -152,7 +155,7 @@ def _throughput(found: Found) -> dict[str, float]:
 
 def _quantiles(found: Found, names: Mapping[str, str]) -> dict[str, float]:
     """Return the quantiles that are in the file by our names. 0 is what these clients write where they have no value."""
-    stated = {}
+    stated: dict[str, float] = {}
     for ours, theirs in names.items():
         values = {f"{ours}_p{p}_ms": found.get(f"p{p}_{theirs}_ms") for p in _PERCENTS}
         values[f"{ours}_p50_ms"] = values[f"{ours}_p50_ms"] or found.get(f"median_{theirs}_ms")
@@ -160,8 +163,9 @@ def _quantiles(found: Found, names: Mapping[str, str]) -> dict[str, float]:
     return stated
 
 
-def _columns(found: Found, only_ends: bool) -> tuple[Answer, ...]:
-    """Make answers of lists with an entry a request. only_ends: of the chunks the first and the last are known, both with text."""
+def _columns(found: Found, is_text: bool = False, is_shared: bool = False) -> tuple[Answer, ...]:
+    """Make answers of lists with an entry a request. is_text: its chunks are those with text; is_shared: its gaps are not those
+    between chunks, and their sum is known alone."""
     ttfts: list[float] = found["ttfts"]
     sent = found.get("start_times") or [0.0] * len(ttfts)
     waited = found.get("queue_times") or [0.0] * len(ttfts)
@@ -172,7 +176,7 @@ def _columns(found: Found, only_ends: bool) -> tuple[Answer, ...]:
     answers = []
     for number, (inputs, outputs, ttft, itls, error, start, wait) in enumerate(rows):
         state: State = "answered" if ttft and not error else "truncated" if ttft else "failed"
-        gaps = [sum(itls)] if only_ends and itls else itls
+        gaps = [sum(itls)] if is_shared and itls else itls
         answers.append(
             _answer(
                 number,
@@ -182,7 +186,7 @@ def _columns(found: Found, only_ends: bool) -> tuple[Answer, ...]:
                 due=start - wait - zero,
                 ttft=ttft or None,
                 gaps=gaps,
-                ttft_text=(ttft or None) if only_ends else None,
+                ttft_text=(ttft or None) if is_text else None,
                 tokens=(inputs, outputs or None),
                 why="" if state == "answered" else _last_line(error) or "the client does not say why",
             )
@@ -222,7 +226,7 @@ def _guidellm_benchmark(found: Found, path: Path) -> Point:
         notes.append(f"requests arrived by guidellm's strategy {kind!r}")
     if cut := sum(status == "incomplete" for status, _ in requests):
         notes.append(
-            f"{cut} requests were under way when guidellm ended the run: they count as truncated, not as the server's fault"
+            f"guidellm ended the run with {counted(cut, 'request')} under way: truncated, and no fault of the server"
         )
     if any(
         config[phase].get(size)
@@ -304,7 +308,7 @@ def _aiperf_records(objects: Sequence[Found], path: Path) -> list[Point]:
     if not summary:
         notes.append(f"the file says neither the model nor how requests arrived; {beside[0].name} beside it would")
     if len(lines) < len(objects):
-        notes.append(f"{len(objects) - len(lines)} requests of its warm-up are left out")
+        notes.append(f"without {counted(len(objects) - len(lines), 'request')} of its warm-up")
     server, arrivals, more = _aiperf_config(summary.get("input_config") or {})
     return [
         _point(
@@ -322,11 +326,8 @@ def _aiperf_records(objects: Sequence[Found], path: Path) -> list[Point]:
 def _aiperf_answer(number: int, line: Found, zero: int) -> Answer:
     about, error = line["metadata"], line.get("error") or {}
     values = {name: each["value"] for name, each in line["metrics"].items()}
-    ttft, latency = (_seconds(values.get(name)) for name in ("time_to_first_token", "request_latency"))
+    ttft = _seconds(values.get("time_to_first_token"))
     text = _seconds(values.get("time_to_first_output_token"))  # the other may be a token of reasoning
-    gaps = [gap / 1e3 for gap in values.get("inter_chunk_latency", ())]
-    if ttft is None and latency is not None:
-        gaps = []
     outputs = values.get("usage_completion_tokens")
     lost: State | None = "truncated" if about.get("was_cancelled") or (error and ttft) else "failed" if error else None
     sent = (about["request_start_ns"] - zero) / 1e9
@@ -337,7 +338,7 @@ def _aiperf_answer(number: int, line: Found, zero: int) -> Answer:
         done=(about["request_end_ns"] - zero) / 1e9,
         due=((about.get("credit_issued_ns") or about["request_start_ns"]) - zero) / 1e9,
         ttft=ttft,
-        gaps=gaps,
+        gaps=[gap / 1e3 for gap in values.get("inter_chunk_latency", ())],
         ttft_text=ttft if text is None else text,
         tokens=(
             values.get("usage_prompt_tokens", values.get("input_sequence_length")),
@@ -353,38 +354,38 @@ def _aiperf_summary(objects: Sequence[Found], path: Path) -> list[Point]:
     """Read AIPerf's profile_export_aiperf.json, the figures of a run. Its inter-token latency is our tpot where it counted as many
     tokens as the server; its inter-chunk latency is our itl."""
     (found,) = objects
+
+    def figure(name: str, which: str = "avg") -> Any:
+        return found.get(name, {}).get(which)
+
     server, arrivals, more = _aiperf_config(found["input_config"])
-    seconds, answered = found["benchmark_duration"]["avg"], found["request_count"]["avg"]
-    tokens = {name: found.get(name, {}).get("sum") for name in ("usage_prompt_tokens", "usage_completion_tokens")}
-    inputs, outputs = found["input_sequence_length"]["sum"], found["output_sequence_length"]["sum"]
+    failed = figure("error_request_count") or 0
+    answered = (figure("request_count") or 0) if failed else found["request_count"]["avg"]
+    own, theirs = figure("output_sequence_length") or 0, figure("usage_completion_tokens")
+    inputs, outputs = figure("usage_prompt_tokens") or figure("input_sequence_length") or 0, theirs or own
     notes = [f"measured with AIPerf; {_TEXT}", f"{_ALONE}; its profile_export.jsonl holds the answers", *more]
     taken = {
         "ttft_text": "time_to_first_output_token" if "time_to_first_output_token" in found else "time_to_first_token",
         "itl": "inter_chunk_latency",
         "e2e": "request_latency",
     }
-    if tokens["usage_completion_tokens"] in (None, outputs):
+    if theirs in (None, own):
         taken["tpot"] = "inter_token_latency"
     else:
         notes.append("its tokenizer counts other tokens than the server, so its time per token is left out")
-    values = {f"{ours}_p{p}_ms": found.get(name, {}).get(f"p{p}") for ours, name in taken.items() for p in _PERCENTS}
-    inputs, outputs = tokens["usage_prompt_tokens"] or inputs, tokens["usage_completion_tokens"] or outputs
-    stated = {
-        "answered": answered,
-        "failed": found.get("error_request_count", {}).get("avg", 0),
-        "requests_per_s": found["request_throughput"]["avg"],
-        "input_tokens_per_s": inputs / seconds,
-        "output_tokens_per_s": outputs / seconds,
-    }
+    values = {f"{ours}_p{p}_ms": figure(name, f"p{p}") for ours, name in taken.items() for p in _PERCENTS}
+    if rate := figure("request_throughput"):
+        values |= {"requests_per_s": rate, "input_tokens_per_s": rate * inputs, "output_tokens_per_s": rate * outputs}
     return [
         _point(
             server or path.stem,
             (),
             arrivals=arrivals,
-            totals=(answered, inputs, outputs),
+            totals=(answered, answered * inputs, answered * outputs),
             notes=[*notes, *_aiperf_incomplete(found)],
             date=str(found.get("start_time", "")).partition(".")[0],
-            stated=stated | {name: value for name, value in values.items() if value is not None},
+            stated={name: value for name, value in values.items() if value is not None}
+            | {"answered": answered, "failed": failed},
         )
     ]
 
@@ -474,7 +475,7 @@ def _point(
     if not all(tokens):
         more.append("how many tokens were asked for and answered is not known: 1 stands for it")
     if silent := sum(not a.chunks for a in whole):
-        more.append(f"{silent} answers were not streamed, so their times are unknown")
+        more.append(f"{counted(silent, 'answer')} came in one piece, not as a stream, so no times are known of them")
     return Point(
         server,
         Workload(

@@ -22,8 +22,9 @@ class Point:
     """A Point is one workload on one server.
 
     delay: of the client itself. notes: what a reader has to know. date: when it began.
-    stated: figures of another client's file that keeps no single answers, by the names of `row()`. unknown: names of times that
-    its answers cannot say, such as "itl" where only an answer's first and last token are known.
+    stated: figures of another client's file that keeps no single answers, by the names of `row()`. unknown: names of what its
+    answers cannot say, such as "itl" where only an answer's first and last token are known, and "short" where it is not known how
+    many tokens were asked for.
     """
 
     server: str
@@ -61,7 +62,9 @@ class Point:
 
     @property
     def short(self) -> int:
-        """Return how many whole answers have fewer tokens than were asked for."""
+        """Return how many whole answers have fewer tokens than were asked for, where that is known."""
+        if "short" in self.unknown:
+            return 0
         asked = self.workload.output_tokens
         return sum(a.output_tokens is not None and a.output_tokens < asked for a in measures.answered(self.answers))
 

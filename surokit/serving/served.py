@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.serving import measures
+from surokit.serving import brought, measures
 from surokit.serving.client import Answer
 from surokit.serving.driving import Delay
 from surokit.serving.planned import planned
@@ -41,8 +41,8 @@ class ServeBench:
     def add(self, other: ServeBench | str | Path, server: str = "") -> ServeBench:
         """Return one with the points of another server or recipe beside these.
 
-        other: a ServeBench or the folder of one. server: its name in the tables. ValueError where a point of that server and
-        workload is there already.
+        other: a ServeBench, or the folder or file that `load` reads. server: its name in the tables. ValueError where a point of
+        that server and workload is there already.
         """
         found = other if isinstance(other, ServeBench) else ServeBench.load(other)
         points = [replace(point, server=server or point.server) for point in found.points]
@@ -66,9 +66,12 @@ class ServeBench:
         return self.add(ServeBench(planned(plan, work, server) for work in works))
 
     @classmethod
-    def load(cls, folder: str | Path) -> ServeBench:
-        """Read the folder that `serve_bench` kept, on any machine. FileNotFoundError or ValueError for another one."""
-        place = Path(folder)
+    def load(cls, path: str | Path) -> ServeBench:
+        """Read the folder that `serve_bench` kept, on any machine, or a result file of another client: of vLLM's or SGLang's
+        benchmark, guidellm or AIPerf. FileNotFoundError or ValueError for another one."""
+        place = Path(path)
+        if place.is_file():
+            return cls(brought.read(place))
         if not (place / HEAD).exists():
             raise FileNotFoundError(
                 f"There is no benchmark of a server in {place}: surokit.serve_bench(..., folder=) makes one."
@@ -77,7 +80,10 @@ class ServeBench:
             head = json.loads((place / HEAD).read_text())
             if head["format"] != FORMAT:
                 raise ValueError(f"{place} has the format {head['format']}, and this package reads {FORMAT}.")
-            return cls(_point(place, values) for values in head["points"])
+            return cls(
+                point_of(values, (place / ANSWERS / values["file"]).read_text().splitlines())
+                for values in head["points"]
+            )
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{place / HEAD} is damaged ({error}): measure again in another folder.") from error
 
@@ -91,8 +97,9 @@ class ServeBench:
 
     def goodput(self, **limits_ms: float) -> dict[str, float]:
         """Return for each point the share of its requests that were answered within every limit, such as ttft=500, tpot=50, in
-        milliseconds."""
-        return {p.name: measures.goodput(p.answers, limits_ms) for p in self.points}
+        milliseconds; nan where its answers do not say one of these times."""
+        found = {p.name: measures.goodput(p.answers, limits_ms) for p in self.points}
+        return found | {p.name: math.nan for p in self.points if limits_ms.keys() & set(p.unknown)}
 
     def saturation(self, server: str | None = None) -> Point | None:
         """Return the last point of a sweep that a server keeps up with: it answers 95 % of the requests a second that arrive, or
@@ -191,24 +198,33 @@ def _rate(point: Point) -> float:
     return point.throughput()["requests_per_s"]
 
 
-def _point(place: Path, values: Mapping[str, Any]) -> Point:
-    lines: Sequence[str] = (place / ANSWERS / values["file"]).read_text().splitlines()
+def point_of(values: Mapping[str, Any], lines: Iterable[str]) -> Point:
+    """Make a point of what `described` says of it, and the lines of its answers."""
     work = Workload(**{**values["workload"], "prompts": tuple(values["workload"]["prompts"])})
     delay = None if values["delay"] is None else Delay(**values["delay"])
-    answers = tuple(map(Answer.read, lines))
-    return Point(values["server"], work, answers, delay, tuple(values["notes"]), values["date"])
+    return Point(
+        values["server"],
+        work,
+        tuple(map(Answer.read, lines)),
+        delay,
+        tuple(values["notes"]),
+        values["date"],
+        values.get("stated", {}),
+        tuple(values.get("unknown", ())),
+    )
 
 
-def described(point: Point, file: str) -> dict[str, Any]:
-    """Return what the head of a folder says of a point, whose answers are in the file."""
+def described(point: Point) -> dict[str, Any]:
+    """Return all of a point but its answers."""
     return {
         "server": point.server,
-        "file": file,
         "workload": asdict(point.workload),
         "delay": None if point.delay is None else asdict(point.delay),
         "notes": list(point.notes),
         "date": point.date,
+        "stated": dict(point.stated),
+        "unknown": list(point.unknown),
     }
 
 
-__all__ = ["ANSWERS", "FORMAT", "HEAD", "ServeBench", "described"]
+__all__ = ["ANSWERS", "FORMAT", "HEAD", "ServeBench", "described", "point_of"]

@@ -1,6 +1,6 @@
 """Another client measures the same server: guidellm's own, on guidellm's mock server, whose times are fixed.
 
-guidellm lies beside the environment, and `make test-guidellm` puts it there. The raw file is made by hand, with the same PYTHONPATH:
+guidellm lies beside the environment, where `make test-guidellm` puts it. With the same PYTHONPATH, the raw file is made by hand:
 
     python -m tests.serving.test_second_opinion docs/measurements/serving-second-opinion.json
 """
@@ -43,15 +43,16 @@ ALONE = {  # one process that asks, as ours is; nothing is looked for at Hugging
 }
 
 # Where guidellm 0.8.1 differs, by its source:
-# - its `inter_token_latency_ms` is our tpot, one number a request (schemas/base/request_stats.py); it keeps no times between chunks,
-#   so our itl has nothing to be compared with. Its `time_per_output_token_ms` has the first token in it: e2e over all tokens.
-# - a token is a chunk with text, so its last one is not the empty chunk with the reason, which our e2e and tpot end in, as vLLM's do:
-#   the mock server sends both at once.
-# - a request begins with the first byte of its head, ours before it has a connection, and ends behind [DONE], ours with the last
+# - `inter_token_latency_ms` is our tpot, one number a request (schemas/base/request_stats.py); it keeps no times between chunks, so
+#   our itl has nothing beside it. `time_per_output_token_ms` has the first token in it: up to the last token, over all tokens.
+# - A token is a chunk with text, so the last one comes before the empty chunk with the reason, which our e2e and tpot end in, as
+#   vLLM's do; the mock server sends both at once.
+# - A request begins with the first byte of its head, ours before it has a connection, and ends behind [DONE], ours with the last
 #   chunk that has a choice (backends/openai/http.py): parts of a millisecond.
-# - requests/s are the answers over the time from the first request's start to the last one's end, as ours are. But an answer goes
-#   through queues to another process before the next request is sent, so each of the places is empty for 4 to 8 ms between two
-#   requests where it is for less than 1 ms with ours. That is `between_ms`; the load itself is lower by so much, 0.5 to 1 % here.
+# - Requests/s are answers over the time from the first request's start to the last one's end, as ours are. But an answer goes
+#   through queues to another process before the next request is sent (scheduler/worker.py): a place is empty for 4 to 7 ms then,
+#   with ours for 0 to 1 ms (`between_ms`), and its first requests wait some 20 ms longer for the first token. So its load is
+#   lower, and its requests/s by about 1 %.
 FIGURES = {
     "requests_per_s": "requests_per_second",
     "output_tokens_per_s": "output_tokens_per_second",
@@ -114,7 +115,7 @@ def guidellm(*words, folder):
 def measured(folder):
     """Returns the figures of both clients, a list of rounds each, which took turns."""
     command = [sys.executable, "-m", "guidellm", *MOCK, "--port", "{port}"]
-    clients = {"surokit": [], "guidellm": []}
+    clients: dict[str, list[dict[str, float]]] = {"surokit": [], "guidellm": []}
     with ServerProcess(command, environment={**ALONE, "HF_HOME": str(folder)}, log=folder / "log.txt") as server:
         # The server stands still once for a quarter of a second, some 45 requests after its start: Python collects what it has
         # loaded. Both clients see it, and it is over before the first round.
@@ -144,8 +145,10 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_another_client_finds_the_same(found, name):
-    mine, other = (median(each[name] for each in found[client]) for client in ("surokit", "guidellm"))
-    assert mine == pytest.approx(other, rel=TOLERANCE)
+    """Of each the best round: what else the machine does makes times longer and rates lower."""
+    best = min if name.endswith("_ms") else max
+    mine, other = (best(each[name] for each in found[client]) for client in ("surokit", "guidellm"))
+    assert mine == pytest.approx(other, rel=TOLERANCE), found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""`surokit serve-bench`: arguments reach the workload, a server is started, figures and files come out."""
+
+import sys
+
+import pandas
+import pytest
+
+import surokit as sk
+from surokit import cli
+from tests.serving.servers import Words, listening
+
+SIZES = "--requests 6 --input-tokens 20 --output-tokens 4"
+
+
+def test_a_sweep_of_a_server_that_runs_beside_another(tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\ntwo words\n")
+    server = Words()
+    with listening(server) as url:
+        assert cli.main(f"serve-bench {url} {SIZES} --server first --folder {tmp_path / 'first'}".split()) == 0
+        words = f"serve-bench {url} {SIZES} --server second --concurrency 1 2 --prompts {prompts} --chat --limits ttft=1e6 e2e=1e6"
+        files = f"--usd-per-hour 3.6 --beside {tmp_path / 'first'} --csv {tmp_path / 'all.csv'} --plot {tmp_path / 'all.png'}"
+        capsys.readouterr()
+        assert cli.main([*words.split(), *files.split()]) == 0
+    said = capsys.readouterr().out
+    assert "second, 1 at once: 100.0% of the requests within ttft=1e6, e2e=1e6 ms" in said
+    assert "USD for a million output tokens" in said
+    assert "the last point that the server keeps up with" in said
+    assert pandas.read_csv(tmp_path / "all.csv")["server"].tolist() == ["second", "second", "first"]
+    assert (tmp_path / "all.png").exists()
+    assert server.bodies[-1]["messages"][0]["content"] == "two words"
+    assert sk.ServeBench.load(tmp_path / "first").points[0].workload == sk.Workload(6, 20, 4)
+
+
+def test_a_server_is_started_and_ended(capsys):
+    start = f"{sys.executable} -m surokit.bench.stub --port {{port}} --first-ms 1 --each-ms 1"
+    assert cli.main(["serve-bench", "--start", start, *SIZES.split(), "--rate", "1000"]) == 0
+    assert "1000 requests/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("serve-bench", "give the address of a server that runs, or --start"),
+        ("serve-bench http://127.0.0.1:9/v1 --start ls", "give the address of a server that runs, or --start"),
+        ("serve-bench http://127.0.0.1:9/v1 --limits ttft", "write a time and its milliseconds"),
+        ("serve-bench http://127.0.0.1:9/v1 --rate 1 --concurrency 1", "not allowed with argument"),
+        ("serve-bench http://127.0.0.1:9/v1 --plot table.txt", "is no kind of picture"),
+        ("serve-bench http://127.0.0.1:9/v1", "does not list its models"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(capsys, words, said):
+    assert cli.main(words.split()) == 2
+    found = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said in found
