@@ -38,21 +38,26 @@ _STATED = "so throughput is as that client states it"
 def read(path: Path) -> list[Point]:
     """Read a result file of vLLM's or SGLang's benchmark, of guidellm or AIPerf, and return a point for each benchmark in it.
 
-    Which of them wrote it is seen by its keys. ValueError for another file, and for one that lacks a key of its kind.
+    Which of them wrote it is seen by its keys; the sources and versions of the formats stand at the head of this module. ValueError
+    for another file, and for one that lacks a key of its kind.
     """
     objects = _objects(path)
     kind = next((kind for kind in FORMATS if objects and objects[0].keys() >= kind.keys), None)
     if kind is None:
-        cause = "it has the keys of none" if objects else "it is no JSON object, nor lines of them"
-        files = "; ".join(f"{kind.client} makes one by {kind.made}" for kind in FORMATS)
-        raise ValueError(f"{path} is no result file of a client that is read here, {cause}: {files}.")
+        cause = (
+            "its keys are those of no client that is known here"
+            if objects
+            else "it is no JSON object, nor lines of them"
+        )
+        files = ", ".join(f"{kind.client} ({kind.made})" for kind in FORMATS)
+        raise ValueError(f"{path} is no result file that can be read: {cause}. Give one of {files}.")
     damaged = f"{path} is a damaged result of {kind.client}, or of a version with another format"
     try:
         return kind.read(objects, path)
     except KeyError as error:
-        raise ValueError(f"{damaged}: it has no {error}. Make it again by {kind.made}.") from error
+        raise ValueError(f"{damaged}: it has no {error}. Make it again: {kind.made}.") from error
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ValueError(f"{damaged} ({error}). Make it again by {kind.made}.") from error
+        raise ValueError(f"{damaged} ({error}). Make it again: {kind.made}.") from error
 
 
 def _objects(path: Path) -> list[Found]:
@@ -228,12 +233,8 @@ def _guidellm_benchmark(found: Found, path: Path) -> Point:
         notes.append(
             f"guidellm ended the run with {counted(cut, 'request')} under way: truncated, and no fault of the server"
         )
-    if any(
-        config[phase].get(size)
-        for phase in ("warmup", "cooldown")
-        for size in ("percent", "value")
-        if config.get(phase)
-    ):
+    phases = [config.get(name) or {} for name in ("warmup", "cooldown")]
+    if any(phase.get("percent") or phase.get("value") for phase in phases):
         notes.append("requests of its warm-up and cool-down are among the answers")
     stated: dict[str, float] = {}
     if totals["total"] > len(requests):
@@ -531,8 +532,10 @@ class Format:
 
 FORMATS = (
     Format("guidellm", "`guidellm run --output kind=json`", frozenset({"benchmarks"}), _guidellm),
-    Format("AIPerf", "`aiperf profile` (profile_export.jsonl)", frozenset({"metadata", "metrics"}), _aiperf_records),
-    Format("AIPerf", "`aiperf profile` (profile_export_aiperf.json)", frozenset({"aiperf_version"}), _aiperf_summary),
+    Format("AIPerf", "`aiperf profile`, its profile_export.jsonl", frozenset({"metadata", "metrics"}), _aiperf_records),
+    Format(
+        "AIPerf", "`aiperf profile`, its profile_export_aiperf.json", frozenset({"aiperf_version"}), _aiperf_summary
+    ),
     Format(
         "SGLang",
         "`python -m sglang.bench_serving --output-file`",

@@ -25,13 +25,16 @@ def distributions(found: ServeBench) -> Figure:
     plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
     for axis, name, words in zip(axes, ("ttft", "e2e"), ("time to the first token, s", "time of the whole answer, s")):
         for p in found.points:
+            if name in p.unknown or not p.answers:
+                continue
             values = np.sort(measures.SPREADS[name](measures.answered(p.answers))) / 1e3
             # answers that were lost keep a curve below 1
             share = np.arange(1, len(values) + 1) / max(1, len(p.answers))
             axis.step(values, share, where="post", label=p.name)
         axis.set(xlabel=words, ylabel="share of all requests", ylim=(0, 1.02), xlim=(0, None))
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    named = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 

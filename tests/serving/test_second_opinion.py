@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-TTFT_MS, ITL_MS, TOKENS, REQUESTS, STREAMS, ROUNDS = 200, 20, 32, 48, 4, 3
+TTFT_MS, ITL_MS, TOKENS, REQUESTS, STREAMS, ROUNDS = 200, 20, 64, 40, 4, 3
 MOCK = ["mock-server", "--ttft-ms", str(TTFT_MS), "--ttft-ms-std", "0", "--itl-ms", str(ITL_MS), "--itl-ms-std", "0"]
 PROMPTS = tuple(texts(WORDS, [TOKENS] * REQUESTS))
 WORK = sk.Workload(
@@ -50,7 +50,7 @@ ALONE = {  # one process that asks, as ours is; nothing is looked for at Hugging
 # - A request begins with the first byte of its head, ours before it has a connection, and ends behind [DONE], ours with the last
 #   chunk that has a choice (backends/openai/http.py): parts of a millisecond.
 # - Requests/s are answers over the time from the first request's start to the last one's end, as ours are. But an answer goes
-#   through queues to another process before the next request is sent (scheduler/worker.py): a place is empty for 4 to 7 ms then,
+#   through queues to another process before the next request is sent (scheduler/worker.py): a place is empty for 4 to 10 ms then,
 #   with ours for 0 to 1 ms (`between_ms`), and its first requests wait some 20 ms longer for the first token. So its load is
 #   lower, and its requests/s by about 1 %.
 FIGURES = {
@@ -119,7 +119,7 @@ def measured(folder):
     with ServerProcess(command, environment={**ALONE, "HF_HOME": str(folder)}, log=folder / "log.txt") as server:
         # The server stands still once for a quarter of a second, some 45 requests after its start: Python collects what it has
         # loaded. Both clients see it, and it is over before the first round.
-        sk.serve_bench(server.url, workload=sk.Workload(96, 8, TOKENS, concurrency=16))
+        sk.serve_bench(server.url, workload=sk.Workload(128, 8, 32, concurrency=16))
         for _ in range(ROUNDS):
             clients["surokit"].append(ours(server.url))
             clients["guidellm"].append(theirs(server.url, folder))
