@@ -1,5 +1,5 @@
-"""Measure transformers serve with a small decoder as it is and in 4 bits, a plan beside it; "client" is serve_bench's own delay, on a
-server whose times are known (stub.py).
+"""Measure transformers serve with a small decoder as it is and in 4 bits, a plan beside it; "client" is serve_bench's own delay, on
+a server whose times are known (stub.py).
 
 The raw result has every answer, with the time of each of its chunks.
 """

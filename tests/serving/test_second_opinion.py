@@ -52,7 +52,7 @@ ALONE = {  # one process that asks, as ours is; nothing is looked for at Hugging
 # - Requests/s are answers over the time from the first request's start to the last one's end, as ours are. But an answer goes
 #   through queues to another process before the next request is sent (scheduler/worker.py): a place is empty for 4 to 10 ms then,
 #   with ours for 0 to 1 ms (`between_ms`), and its first requests wait some 20 ms longer for the first token. So its load is
-#   lower, and its requests/s by about 1 %.
+#   lower, and its requests/s by up to 1 %.
 FIGURES = {
     "requests_per_s": "requests_per_second",
     "output_tokens_per_s": "output_tokens_per_second",
