@@ -23,12 +23,21 @@ def end_with_parent() -> None:
 
 def end_group(process: subprocess.Popen[bytes], asks: signal.Signals = signal.SIGINT, ends_s: float = ENDS_S) -> None:
     """End a process that was started in a session of its own, and its group: first by asking with a signal, then by force."""
-    for ask in (asks, signal.SIGKILL):
-        if process.poll() is None or ask == signal.SIGKILL:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, ask)
+    try:
+        if process.poll() is None:
+            _signal(process, asks)
+            process.wait(ends_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also where the wait is interrupted
+        _signal(process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(ends_s)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 __all__ = ["ENDS_S", "end_group", "end_with_parent"]

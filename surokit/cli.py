@@ -13,6 +13,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -343,12 +344,19 @@ def _add_serve_bench(bench: argparse.ArgumentParser) -> None:
     arrivals.add_argument(
         "--concurrency", type=int, nargs="+", metavar="N", help="requests at once; several are a sweep"
     )
-    bench.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts, one a line")
+    bench.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="your own prompts, one a line, sent in turn, instead of --input-tokens",
+    )
     bench.add_argument("--chat", action="store_true", help="messages to chat/completions, not texts to completions")
     bench.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (0)")
     bench.add_argument(
         "--connections", type=int, default=1024, metavar="N", help="at most so many requests at once (1024)"
     )
+    bench.add_argument("--stall-s", type=_number, default=60, metavar="N", help="seconds without a byte (60)")
+    bench.add_argument("--limit-s", type=_number, default=600, metavar="N", help="seconds of a whole request (600)")
     bench.add_argument("--folder", type=Path, help="keep every answer there; a second call goes on with the rest")
     bench.add_argument(
         "--beside", nargs="+", default=(), metavar="PATH", help="folders, or files of other clients, in the same table"
@@ -358,6 +366,7 @@ def _add_serve_bench(bench: argparse.ArgumentParser) -> None:
     )
     bench.add_argument("--usd-per-hour", type=_number, metavar="N", help="price of the server")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="the distributions: .png, .svg or .pdf")
+    bench.add_argument("--plot-sweep", type=Path, metavar="FILE", help="throughput and latencies over the sweep")
     bench.add_argument("--csv", type=Path, metavar="FILE", help="the whole table with its intervals")
     bench.set_defaults(run=_serve_bench)
 
@@ -370,18 +379,30 @@ def _serve_bench(arguments: argparse.Namespace) -> int:
             "serve-bench: give the address of a server that runs, or --start with the line that starts one."
         )
     _check_picture(arguments.plot)
+    _check_picture(arguments.plot_sweep)
     limits = dict(map(_limit, arguments.limits))
+    sk.ServeBench([]).goodput(**limits)  # a name that is none is said before anything is measured
     named = ("requests", "input_tokens", "output_tokens", "chat", "seed")
+    if arguments.csv is not None and not arguments.csv.parent.is_dir():
+        raise ValueError(f"--csv {arguments.csv}: there is no folder {arguments.csv.parent}.")
     prompts = () if arguments.prompts is None else tuple(filter(None, arguments.prompts.read_text().splitlines()))
+    if arguments.prompts is not None and not prompts:
+        raise ValueError(f"--prompts {arguments.prompts}: the file has no lines with text.")
     work = sk.Workload(**{name: getattr(arguments, name) for name in named}, prompts=prompts)
     works = [work]
     if arguments.rate or arguments.concurrency:
         works = work.rates(*arguments.rate) if arguments.rate else work.concurrencies(*arguments.concurrency)
     others = [sk.ServeBench.load(path) for path in arguments.beside]
-    given = {name: getattr(arguments, name) for name in ("model", "server", "folder", "connections")}
+    given = {
+        name: getattr(arguments, name) for name in ("model", "server", "folder", "connections", "stall_s", "limit_s")
+    }
+    if arguments.start is not None and not arguments.server:
+        given["server"] = Path(shlex.split(arguments.start)[0]).name  # its port is another one each time
     with contextlib.ExitStack() as stack:
         url = arguments.url or stack.enter_context(sk.ServerProcess(arguments.start)).url
         found = sk.serve_bench(url, workload=works, **given)
+    if others:
+        print(found)  # it is measured, whatever the others are
     for other in others:
         found = found.add(other)
     print(found)
@@ -393,6 +414,8 @@ def _serve_bench(arguments: argparse.Namespace) -> int:
         print(f"  {kept.name}: the last point that the server keeps up with")
     if arguments.plot is not None:
         found.plot().savefig(arguments.plot, dpi=150)
+    if arguments.plot_sweep is not None:
+        found.plot_sweep().savefig(arguments.plot_sweep, dpi=150)
     if arguments.csv is not None:
         found.table().to_csv(arguments.csv, index=False)
     return 0

@@ -12,6 +12,7 @@ from surokit.serving.workload import Workload
 
 #: What keeps an answer from ending early, in the servers that know it; the first that a server takes is sent.
 FIXED_LENGTH: tuple[Mapping[str, Any], ...] = ({"ignore_eos": True}, {})
+NOT_TAKEN = (400, 422)  # status of an answer to a request with fields that a server does not take
 USAGE: Mapping[str, Any] = {"stream_options": {"include_usage": True}}
 
 
@@ -51,7 +52,8 @@ class Server:
                     f"Workload(input_tokens={workload.input_tokens}): the server puts {self.beside} tokens around every prompt, "
                     "so give more."
                 )
-            prompts = texts(self.words, [length] * n, workload.seed)
+            # of every workload others: a server that keeps what it computed of a prompt would answer the second one from memory
+            prompts = texts(self.words, [length] * n, (workload.seed, workload.digest))
         return [self.body(prompt, workload.output_tokens) for prompt in prompts]
 
 
@@ -93,6 +95,8 @@ async def only_model(client: Client) -> str:
             f"serve_bench({client.url!r}): the server does not list its models ({error}): is it up, and "
             "does the address end as OpenAI's does, in /v1? Else give model=."
         ) from error
+    if not names:
+        raise ValueError("serve_bench(model=None): the server names no model, so name one with model=.")
     if len(names) != 1:
         raise ValueError(
             f"serve_bench(model=None): the server has {len(names)} models, so name one: {', '.join(names[:8])}."
@@ -116,10 +120,13 @@ async def _accepted(client: Client, server: Server) -> Server:
                 )
                 return Server(server.model, server.chat, asked.options, notes=tuple(notes))
             tried.append(answer)
-            if answer.status is None:  # no option will bring a connection
-                raise ConnectionError(f"serve_bench({client.url!r}): the server does not answer: {answer.why}.")
+            if answer.status not in NOT_TAKEN:  # no option will help a server that is not up, or busy
+                raise ConnectionError(
+                    f"serve_bench({client.url!r}): the server does not answer a request: {answer.why}."
+                )
     raise ValueError(
-        f"serve_bench({client.url!r}, model={server.model!r}): the server refuses a plain request: {tried[-1].why}"
+        f"serve_bench({client.url!r}, model={server.model!r}): the server refuses a plain request (is that its model?): "
+        f"{tried[-1].why}"
     )
 
 

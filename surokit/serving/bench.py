@@ -24,6 +24,7 @@ from surokit.serving.served import ANSWERS, FORMAT, HEAD, ServeBench, described
 from surokit.serving.workload import Workload, listed
 
 BURST = Workload()
+_MOST_FILES, _OTHER_FILES = 65536, 256  # that a process asks for, and that it needs beside connections
 KEY = "OPENAI_API_KEY"  # of the environment, where no key is given
 
 
@@ -59,6 +60,8 @@ def serve_bench(
     """
     works = listed(workload)
     parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is not None and "@" in parts.netloc:
+        raise ValueError("serve_bench(url): an address with a name and a password is not taken: give key= instead.")
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"serve_bench({url!r}): give the address of an interface, such as 'http://127.0.0.1:8000/v1'.")
     if isinstance(connections, bool) or not isinstance(connections, int) or connections < 1:
@@ -68,12 +71,13 @@ def serve_bench(
             raise ValueError(f"serve_bench({name}={value!r}): a number above 0.")
     token = os.environ.get(KEY, "") if key is None else key
     place = None if folder is None else Path(folder)
-    named = server or parts.netloc.rpartition("@")[2]
-    points = [] if place is None else _opened(place, named)
+    named = server or parts.netloc
+    given = {"server": named, "model": model, "extra": dict(extra or {})}
+    points = [] if place is None else _opened(place, given)
     left = [work for work in works if work not in [point.workload for point in points]]
 
     async def measure(progress: Progress) -> None:
-        client = Client(url, key=token, connections=connections, stall_s=stall_s, limit_s=limit_s)
+        client = Client(url, key=token, connections=min(connections, _connections()), stall_s=stall_s, limit_s=limit_s)
         servers: dict[tuple[bool, bool], Server] = {}
         async with client:
             for work in left:
@@ -94,7 +98,7 @@ def serve_bench(
                 points.append(point)
                 progress.point(point.line)
                 if place is not None:
-                    _keep(place, points)
+                    _keep(place, given, points)
 
     try:
         _in_a_loop(measure)
@@ -149,21 +153,40 @@ def _notes(work: Workload, answers: list[Answer]) -> list[str]:
     return [f"prompts had {min(sizes)} to {max(sizes)} tokens where {work.input_tokens} were asked for"]
 
 
+def _connections() -> int:
+    """Return how many connections this process may have, where the system says it: its limit of open files is raised to what it
+    may be."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        soft = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, soft - _OTHER_FILES)
+
+
 # -- the folder
 
 
-def _opened(place: Path, server: str) -> list[Point]:
+def _opened(place: Path, given: Mapping[str, Any]) -> list[Point]:
     """Return the points that a folder holds, which is made where it is not there. ValueError for a folder of something else."""
     if not (place / HEAD).exists():
         check_new(place, "serve_bench")
         make_folder(place / ANSWERS, "the answers of a server")
+        _write(place, given, [])
         return []
     points = list(ServeBench.load(place).points)
-    if other := next((point.server for point in points if point.server != server), None):
-        raise ValueError(
-            f"serve_bench(folder={str(place)!r}): the folder is of the server {other!r}, and this is {server!r}: give another "
-            "folder; add() puts both in one table."
-        )
+    kept = json.loads((place / HEAD).read_text())
+    for name, value in given.items():
+        if kept[name] != value:
+            raise ValueError(
+                f"serve_bench(folder={str(place)!r}): the folder has {name}={kept[name]!r}, and this call {name}={value!r}: give "
+                "another folder; add() puts both in one table."
+            )
     return points
 
 
@@ -181,14 +204,19 @@ def _under_way(number: int) -> str:
     return f"{number:02}.interrupted.jsonl"
 
 
-def _keep(place: Path, points: list[Point]) -> None:
+def _keep(place: Path, given: Mapping[str, Any], points: list[Point]) -> None:
     """Write the last point's answers, then the head that names them."""
     number = len(points) - 1
     file = f"{number:02}.jsonl"
     write_whole(place / ANSWERS / file, "".join(answer.line() + "\n" for answer in points[-1].answers))
     (place / ANSWERS / _under_way(number)).unlink()
+    _write(place, given, points)
+
+
+def _write(place: Path, given: Mapping[str, Any], points: list[Point]) -> None:
+    """Write the head: what was asked, and all of the points but their answers."""
     rows = [{"file": f"{i:02}.jsonl", **described(point)} for i, point in enumerate(points)]
-    write_whole(place / HEAD, json.dumps({"format": FORMAT, "points": rows}, indent=1))
+    write_whole(place / HEAD, json.dumps({"format": FORMAT, **given, "points": rows}, indent=1))
 
 
 __all__ = ["serve_bench"]

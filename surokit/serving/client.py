@@ -16,6 +16,7 @@ from surokit.serving.stream import Events, Seen
 
 State = Literal["answered", "failed", "truncated", "late"]
 CONNECTIONS = 1024
+AT_ONCE_S = 0.1  # in which a connection that was closed before breaks: later, the server had the request
 CONNECT_S, STALL_S, LIMIT_S = 10.0, 60.0, 600.0
 OK = 200  # status of an answer
 _SAID = 300  # characters that are kept of what a server says
@@ -196,14 +197,16 @@ class Client:
     @asynccontextmanager
     async def _opened(self, url: str, content: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request, and give its response. A connection that was used before may have been closed by the server meanwhile,
-        after an idle while or an error: then the request never reached it, and is sent over another one."""
+        after an idle while or an error: then it breaks at once, and the request is sent over another one."""
+        clock = asyncio.get_running_loop().time
         while True:
+            sent = clock()
             connection = SimpleNamespace(used_before=False)
             asking = self._http.post(url, data=content, allow_redirects=False, trace_request_ctx=connection)
             try:
                 response = await asking
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not connection.used_before:
+                if not connection.used_before or clock() - sent > AT_ONCE_S:
                     raise
                 continue
             async with response:

@@ -141,7 +141,7 @@ async def _watching(answers: Mapping[int, Answer], tell: Tell | None) -> AsyncIt
         yield looks
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
+        with suppress(asyncio.CancelledError, Exception):  # what progress shows is worth no measurement
             await task
 
 

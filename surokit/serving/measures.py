@@ -92,6 +92,16 @@ def throughput(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
+def kept_up(answers: Sequence[Answer]) -> float:
+    """Return how fast requests were answered over how fast they arrived: from the first to the last of each. nan for fewer than two
+    answers."""
+    whole = [a.done for a in answered(answers)]
+    due = [a.due for a in answers]
+    if len(whole) < 2 or not (took := max(whole) - min(whole)):
+        return math.nan
+    return (len(whole) - 1) / took * (max(due) - min(due)) / (len(due) - 1)
+
+
 def answered(answers: Sequence[Answer]) -> list[Answer]:
     """Return the whole answers: times are measured of these alone, the others are counted."""
     return [a for a in answers if a.state == "answered"]
@@ -110,7 +120,9 @@ _OF_ONE = ("ttft", "ttft_text", "tpot", "e2e")
 
 def _within(answer: Answer, name: str, limit_ms: float) -> bool:
     values = SPREADS[name]([answer])
-    return not len(values) or bool(values[0] <= limit_ms)  # one token has no time per token
+    if not len(values):  # one token has no time per token; what was not seen was not in time
+        return name == "tpot" and answer.output_tokens == 1
+    return bool(values[0] <= limit_ms)
 
 
 def quantiles(values: Floats, qs: Sequence[float], level: float = 0.95) -> list[Interval]:
@@ -152,4 +164,14 @@ def _log_factorials(n: int) -> Any:
     return np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1)))))
 
 
-__all__ = ["DEFINITIONS", "QUANTILES", "SPREADS", "answered", "duration_s", "goodput", "quantiles", "throughput"]
+__all__ = [
+    "DEFINITIONS",
+    "QUANTILES",
+    "SPREADS",
+    "answered",
+    "duration_s",
+    "goodput",
+    "kept_up",
+    "quantiles",
+    "throughput",
+]

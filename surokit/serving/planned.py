@@ -21,10 +21,13 @@ def planned(plan: Plan, workload: Workload, server: str) -> Point:
     sent together or, at a rate, as that rate keeps in the server (Little's law), and never more than its memory holds. What finds
     no place waits. ValueError as `plan.serving` has it.
     """
+    if workload.prompts:
+        raise ValueError(
+            "planned(): prompts of your own have lengths of their own: give workload= with the input_tokens to plan for."
+        )
     one = plan.serving(workload.input_tokens, workload.output_tokens, 1)
     beside = one.at(_beside(one, workload))
-    prefill_ms = one.prefill_ms if workload.rate else beside.prefill_batch_ms
-    whole_ms = prefill_ms + (workload.output_tokens - 1) * beside.token_ms
+    prefill_ms, whole_ms = beside.prefill_batch_ms, beside.request_ms
     places = one.most or workload.requests
     answers = [
         Answer(
@@ -50,17 +53,16 @@ def planned(plan: Plan, workload: Workload, server: str) -> Point:
 
 def _beside(one: Serving, workload: Workload) -> int:
     """Return how many requests are served at once."""
-    most = one.most or workload.requests
+    most = max(1, min(one.most or workload.requests, workload.requests))
     if workload.rate is None:
-        return max(1, min(most, workload.concurrency or workload.requests))
-    low, high = 1, max(1, min(most, workload.requests))
+        return min(most, workload.concurrency or most)
+    low, high = 1, most
     while (
         low < high
     ):  # the fewest that keep up with the rate: a request takes longer beside more, and they take less together
         middle = (low + high) // 2
-        at = one.at(middle)
-        seconds = (one.prefill_ms + (workload.output_tokens - 1) * at.token_ms) / 1e3
-        low, high = (low, middle) if middle / seconds >= workload.rate else (middle + 1, high)
+        keeps_up = middle / one.at(middle).request_ms * 1e3 >= workload.rate
+        low, high = (low, middle) if keeps_up else (middle + 1, high)
     return low
 
 

@@ -29,7 +29,7 @@ class Point:
 
     server: str
     workload: Workload
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[Answer, ...] = field(default=(), repr=False)
     delay: Delay | None = None
     notes: tuple[str, ...] = ()
     date: str = ""
@@ -82,6 +82,7 @@ class Point:
     def row(self) -> dict[str, Any]:
         """Return the figures of the point: throughput, quantiles in milliseconds, counts."""
         found: dict[str, Any] = {"server": self.server, "arrivals": self.workload.name}
+        found |= {"input_tokens": self.workload.input_tokens, "output_tokens": self.workload.output_tokens}
         found |= {"requests": sum(map(self.count, ("answered", *STATES))), **self.throughput()}
         for name in measures.SPREADS:
             for q, (low, mid, high) in zip(measures.QUANTILES, self._spreads(name, measures.QUANTILES)):

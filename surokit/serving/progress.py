@@ -25,6 +25,7 @@ class Progress:
         self._told, self._shown, self._at = "", "", 0.0
         self._done: list[str] = []
         self._handle: Any = None
+        self._written = 0
         self._in_notebook = front_end() in ("Jupyter", "VS Code", "Colab")
 
     def tell(self, text: str) -> None:
@@ -57,6 +58,10 @@ class Progress:
         self._shown, self._at = text, now
         if self._in_notebook:
             self._display(text)
+        elif not sys.stderr.isatty():  # in a file, a line for each workload that is measured
+            for line in self._done[self._written :]:
+                print(f"surokit: {line}", file=sys.stderr, flush=True)
+            self._written = len(self._done)
         elif is_last:
             print(file=sys.stderr)
         else:

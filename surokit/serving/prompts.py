@@ -53,7 +53,7 @@ async def single(count: Count, words: Sequence[str] = WORDS, least: int = 8) -> 
     return first - 1, (words[0], *found)
 
 
-def texts(words: Sequence[str], lengths: Sequence[int], seed: int = 0) -> list[str]:
+def texts(words: Sequence[str], lengths: Sequence[int], seed: int | Sequence[int] = 0) -> list[str]:
     """Return texts of so many words each, drawn at random behind a first word that all of them share."""
     drawn = np.random.default_rng(seed)
     return [" ".join([words[0], *(words[i] for i in drawn.integers(1, len(words), n - 1))]) for n in lengths]

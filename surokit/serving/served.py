@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,24 +100,45 @@ class ServeBench:
     def goodput(self, **limits_ms: float) -> dict[str, float]:
         """Return for each point the share of its requests that were answered within every limit, such as ttft=500, tpot=50, in
         milliseconds; nan where its answers do not say one of these times."""
-        found = {p.name: measures.goodput(p.answers, limits_ms) for p in self.points}
-        return found | {p.name: math.nan for p in self.points if limits_ms.keys() & set(p.unknown)}
+        return {
+            name: math.nan if limits_ms.keys() & set(p.unknown) else measures.goodput(p.answers, limits_ms)
+            for name, p in self.named.items()
+        }
+
+    @property
+    def named(self) -> dict[str, Point]:
+        """Return the points by a name of each: its server and arrivals, with lengths or a number where several are alike."""
+        alike = Counter(p.name for p in self.points)
+        found: dict[str, Point] = {}
+        for p in self.points:
+            lengths = (
+                f", {p.workload.input_tokens} tokens in, {p.workload.output_tokens} out" if alike[p.name] > 1 else ""
+            )
+            name, n = p.name + lengths, sum(each == p.name + lengths for each in found)
+            found[f"{name} ({n + 1})" if n else name] = p
+        return found
 
     def saturation(self, server: str | None = None) -> Point | None:
-        """Return the last point of a sweep that a server keeps up with: it answers 95 % of the requests a second that arrive, or
-        has 95 % of the best throughput with the fewest at once. None where there is no sweep, or it keeps up with nothing."""
+        """Return the last point of a sweep that a server keeps up with: requests are answered at 95 % of the pace at which they
+        arrive, or it has 95 % of the best throughput with the fewest at once. None where there is no sweep, or it keeps up with
+        nothing. ValueError where there are several servers and none is named."""
+        servers = list(dict.fromkeys(p.server for p in self.points))
+        if server is None and len(servers) > 1:
+            raise ValueError(f"saturation(server=None): there are several servers, so name one: {', '.join(servers)}.")
         points = [p for p in self.points if server in (None, p.server)]
         offered = sorted((p for p in points if p.workload.rate), key=lambda p: p.workload.rate or 0.0)
-        kept = [p for p in offered if _rate(p) >= KEPT_UP * (p.workload.rate or math.inf)]
         if offered:
+            kept = [p for p in offered if measures.kept_up(p.answers) * _share(p) >= KEPT_UP]
             return kept[-1] if kept else None
         closed = sorted((p for p in points if p.workload.concurrency), key=lambda p: p.workload.concurrency or 0)
         best = max(map(_rate, closed), default=math.nan)
-        return next((p for p in closed if _rate(p) >= KEPT_UP * best), None)
+        return next((p for p in closed if best and _rate(p) >= KEPT_UP * best), None)
 
     def cost(self, usd_per_hour: float) -> dict[str, float]:
         """Return US dollars for a million output tokens at each point, at a price of the server per hour."""
-        rates = {p.name: p.throughput()["output_tokens_per_s"] for p in self.points}
+        rates = {name: p.throughput()["output_tokens_per_s"] for name, p in self.named.items()}
+        if not usd_per_hour > 0:
+            raise ValueError(f"cost(usd_per_hour={usd_per_hour!r}): US dollars an hour, a number above 0.")
         return {name: usd_per_hour / 3600 / rate * 1e6 if rate else math.inf for name, rate in rates.items()}
 
     def plot(self) -> Figure:
@@ -135,13 +158,15 @@ class ServeBench:
     def notes(self) -> list[str]:
         """Return what has to be known beside the table."""
         found = []
-        for p in self.points:
-            where = p.name
-            found += [f"{where}: {note}" for note in p.notes]
+        points = self.named
+        of_all = set.intersection(*(set(p.notes) for p in self.points)) if len(self.points) > 1 else set()
+        found += [f"all: {note}" for note in self.points[0].notes if note in of_all] if self.points else []
+        for where, p in points.items():
+            found += [f"{where}: {note}" for note in p.notes if note not in of_all]
             if p.delay is not None and p.delay.is_saturated:
                 found.append(
-                    f"{where}: the client measured itself: it used {p.delay.cpu:.0%} of a core and came {p.delay.late_p99_ms:.0f} "
-                    "ms too late in 1 of 100 looks; send fewer at once, or from a faster machine"
+                    f"{where}: the client measured itself: it used {p.delay.cpu:.0%} of a core, and 1 of 100 times it was "
+                    f"{p.delay.late_p99_ms:.0f} ms late or more; send fewer at once, or from a faster or idler machine"
                 )
             if p.short:
                 found.append(
@@ -160,38 +185,50 @@ class ServeBench:
                 [
                     p.server,
                     p.workload.name,
+                    f"{p.workload.input_tokens:,} / {p.workload.output_tokens:,}",
                     f"{p.count('answered'):,}",
                     f"{lost:,}" if lost else "",
                     three_digits(t["requests_per_s"]),
                     three_digits(t["output_tokens_per_s"]),
-                    *(_both(p, name) for name in measures.SPREADS),
+                    *(_both(p, name) for name in self._shown),
                 ]
             )
         return rows
 
+    @cached_property
+    def _shown(self) -> list[str]:
+        """The times of the table: ttft_text is left out where it is ttft everywhere."""
+        alike = all(_both(p, "ttft") == _both(p, "ttft_text") for p in self.points)
+        return [name for name in measures.SPREADS if name != "ttft_text" or not alike]
+
+    def _header(self) -> tuple[str, ...]:
+        return (*HEADER, *(f"{name} ms" for name in self._shown))
+
     def __repr__(self) -> str:
-        table = text_table(self._rows(), header=HEADER, right=range(2, len(HEADER)))
-        foot = [f"{name}: {words}" for name, words in measures.DEFINITIONS.items()]
+        table = text_table(self._rows(), header=self._header(), right=range(2, len(self._header())))
+        foot = [FOOT, *(f"{name}: {words}" for name, words in measures.DEFINITIONS.items())]
         return "\n".join([table, *(f"  {line}" for line in (*self.notes, *foot))])
 
     def _repr_html_(self) -> str:
         import html
 
-        foot = [f"{name}: {words}" for name, words in measures.DEFINITIONS.items()]
-        return html_table(self._rows(), header=HEADER, right=range(2, len(HEADER))) + "".join(
+        foot = [FOOT, *(f"{name}: {words}" for name, words in measures.DEFINITIONS.items())]
+        return html_table(self._rows(), header=self._header(), right=range(2, len(self._header()))) + "".join(
             f"<div><small>{html.escape(line)}</small></div>" for line in (*self.notes, *foot)
         )
 
 
-HEADER = (
-    *("server", "arrivals", "answered", "lost", "requests/s", "tokens/s"),
-    *(f"{name} p50 / p99, ms" for name in measures.SPREADS),
-)
+FOOT = "in / out: tokens of a prompt and of an answer, as asked for; times: median / 99th percentile"
+HEADER = (*("server", "arrivals", "in / out", "answered", "lost", "requests/s", "tokens/s"),)
 
 
 def _both(point: Point, name: str) -> str:
     found = [point.spread(name, q).mid for q in (0.5, 0.99)]
     return "" if all(map(math.isnan, found)) else " / ".join(map(three_digits, found))
+
+
+def _share(point: Point) -> float:
+    return point.count("answered") / len(point.answers) if point.answers else math.nan
 
 
 def _rate(point: Point) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shlex
 import signal
@@ -32,9 +33,11 @@ class ServerProcess:
 
     url: the address of its interface, for `serve_bench`. log: the file.
 
-    It is ready when it answers 200 at /health, or at /v1/models where it has no /health. On Linux it ends with this process too,
-    however that ends. RuntimeError for a server that ends before it is ready; TimeoutError for one that is not ready in time; both
-    say what it printed last. FileNotFoundError for a program that is not there.
+    It is ready when it answers 200 at /health, or at /v1/models where it has no /health. The block's end ends all that it started;
+    where this process is killed, on Linux, only the process of the command ends with it.
+
+    ChildProcessError for a server that ends before it is ready, and a port that is taken; TimeoutError for one that is not ready in
+    time. They say what it printed last. FileNotFoundError for a program that is not there.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class ServerProcess:
 
     def __enter__(self) -> Self:
         if _status(f"http://127.0.0.1:{self.port}/health") is not None:
-            raise RuntimeError(
+            raise ChildProcessError(
                 f"ServerProcess(port={self.port}): another server answers there already: give another port."
             )
         with self.log.open("wb") as out:
@@ -95,7 +98,7 @@ class ServerProcess:
         ends = time.monotonic() + self.ready_s
         while not self._is_ready():
             if (status := self._process.poll()) is not None:
-                raise RuntimeError(
+                raise ChildProcessError(
                     f"The server ended with exit status {status} before it was ready: {shlex.join(self._given)}\n{self._said()}"
                 )
             if time.monotonic() > ends:
@@ -123,7 +126,7 @@ def _status(url: str) -> int | None:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return None
 
 

@@ -69,9 +69,15 @@ class Seen:
             self.error = str(error.get("message", error) if isinstance(error, dict) else error)
         if isinstance(usage := chunk.get("usage"), dict):
             self.usage = usage
-        for choice in (chunk.get("choices") or [])[:1]:
+        choices = chunk.get("choices") or []
+        if not isinstance(choices, list):
+            raise ValueError(f"an event has the choices {str(choices)[:80]!r}")
+        for choice in choices[:1]:
+            delta = choice.get("delta") if isinstance(choice, dict) else ""
+            if not isinstance(delta, dict | None):
+                raise ValueError(f"an event has the choice {str(choice)[:80]!r}")
             self.at.append(now)
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            text = choice.get("text") or (delta or {}).get("content") or ""
             if text:
                 self.characters += len(text)
                 self.with_text += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,9 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        given: object = self.prompts
+        if isinstance(given, str):
+            raise ValueError("Workload(prompts): give texts, as in prompts=(text,), not one text.")
         object.__setattr__(self, "prompts", tuple(self.prompts))
         for name in ("requests", "input_tokens", "output_tokens"):
             _check_count(name, getattr(self, name))
@@ -64,6 +68,11 @@ class Workload:
             return f"{self.rate:g} requests/s"
         return "burst" if self.concurrency is None else f"{self.concurrency} at once"
 
+    @property
+    def digest(self) -> int:
+        """Return a number of what is asked, other for others."""
+        return zlib.crc32(repr(self).encode())
+
     def arrivals(self) -> np.ndarray:
         """Return when each request is due, in seconds from the first: float64 [requests]."""
         if self.rate is None:
@@ -79,7 +88,7 @@ def _check_count(name: str, value: object) -> None:
 
 def listed(workload: Workload | Iterable[Workload]) -> list[Workload]:
     """Return one workload or several as a list. TypeError or ValueError for others."""
-    found = [workload] if isinstance(workload, Workload) else list(workload)
+    found = [workload] if isinstance(workload, Workload) else list(dict.fromkeys(workload))
     if not found or not all(isinstance(each, Workload) for each in found):
         raise TypeError("serve_bench(workload): give a surokit.Workload, or several of them for a sweep.")
     return found

@@ -132,6 +132,48 @@ def test_an_interrupted_workload_leaves_its_answers_and_is_measured_anew(tmp_pat
     assert not left.exists()
 
 
+def test_every_workload_has_prompts_of_its_own():
+    server = Words()
+    benched(server, WORK.concurrencies(1, 2))
+    sent = [body["prompt"] for body in server.bodies if body["max_tokens"] == WORK.output_tokens]
+    assert len(set(sent)) == len(sent) == 12
+
+
+def test_a_folder_is_of_one_model_and_one_request(tmp_path):
+    with refused(ConnectionError):
+        sk.serve_bench(URL, workload=WORK, folder=tmp_path)
+    with refused(ValueError):
+        benched(Words(), folder=tmp_path, server="another")
+    benched(Words(), server="127.0.0.1:9", folder=tmp_path)  # the call that met no server has left nothing in the way
+    with refused(ValueError):
+        benched(Words(), server="127.0.0.1:9", folder=tmp_path, model="other")
+    with refused(ValueError):
+        benched(Words(), server="127.0.0.1:9", folder=tmp_path, extra={"top_p": 0.5})
+
+
+def test_workloads_that_arrive_alike_have_names_of_their_own():
+    works = [WORK, dataclasses.replace(WORK, input_tokens=40), WORK, dataclasses.replace(WORK, seed=1)]
+    found = benched(Words(), works)
+    assert list(found.named) == [
+        "tiny server, burst, 20 tokens in, 4 out",
+        "tiny server, burst, 40 tokens in, 4 out",
+        "tiny server, burst, 20 tokens in, 4 out (2)",
+    ]
+    assert list(found.cost(1)) == list(found.goodput(e2e=1e6)) == list(found.named)
+    with refused(ValueError):
+        found.cost(-1)
+    with refused(ValueError):
+        found.add(benched(Words(), server="b")).saturation()
+
+
+def test_a_server_that_is_busy_is_not_one_that_takes_no_options():
+    server = Words()
+    answered = server.answered
+    server.answer = lambda body: (503, "loading") if len(server.bodies) == 1 else answered(body)
+    with refused(ConnectionError):
+        benched(server)
+
+
 def test_a_sweep_is_drawn(tmp_path):
     found = benched(Words(), WORK.concurrencies(1, 2))
     figure = found.plot_sweep()
@@ -146,6 +188,7 @@ def test_a_sweep_is_drawn(tmp_path):
     [
         {"url": "localhost:8000"},
         {"url": None},
+        {"url": "http://me:secret@127.0.0.1:9/v1"},
         {"connections": 0},
         {"connections": 1.5},
         {"stall_s": -1},

@@ -8,7 +8,7 @@ import pytest
 from surokit.serving import measures
 from surokit.serving.client import Answer, Client
 from surokit.serving.stream import Events, Seen
-from tests.serving.virtual import BREAK, DONE, Server, asking, event, run
+from tests.serving.virtual import BREAK, DONE, Server, asking, event, passed, run
 
 
 def asked(pieces, chunked=True, before_s=0.0):
@@ -71,6 +71,9 @@ def test_an_event_that_ends_with_the_stream_counts():
         ([event("a"), BREAK], "truncated", "ClientPayloadError: Response payload is not completed"),
         ([event("a")[:9], BREAK], "failed", "ClientPayloadError: Response payload is not completed"),
         ([b"data: {oh\n\n"], "failed", "no stream of JSON"),
+        ([event("a"), b'data: {"choices": ["x"]}\n\n', DONE], "failed", "the choice"),
+        ([event("a"), b'data: {"choices": [{"delta": "x"}]}\n\n', DONE], "failed", "the choice"),
+        ([event("a"), b'data: {"choices": {"a": 1}}\n\n', DONE], "failed", "the choices"),
         ([event("a"), event(error={"message": "out of memory"}), DONE], "failed", "out of memory"),
         ([event(usage=(1, 0)), DONE], "failed", "no choices"),
         ([event("a"), *[30, b":\n\n"] * 20, DONE], "late", "longer than 600 s"),
@@ -118,6 +121,24 @@ def test_a_connection_that_a_server_closes_after_an_error_is_not_used_again():
             return [await client.answer("completions", {"n": n}) for n in range(2)]
 
     assert [a.state for a in run(ask())] == ["failed", "answered"]
+
+
+def test_a_request_that_the_server_had_for_long_is_not_sent_again():
+    class Breaks(Server):
+        async def sent(self, writer, found):
+            if len(self.bodies) == 2:
+                await passed(30.0)
+                return False
+            return await super().sent(writer, found)
+
+    server = Breaks(lambda body: WHOLE)
+
+    async def ask():
+        async with asking(server) as client:
+            return [await client.answer("completions", {"n": n}) for n in range(3)]
+
+    assert [a.state for a in run(ask())] == ["answered", "failed", "answered"]
+    assert [body["n"] for body in server.bodies] == [0, 1, 2]
 
 
 def test_a_redirect_is_not_followed():

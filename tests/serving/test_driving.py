@@ -70,6 +70,26 @@ def test_failures_are_counted_and_in_no_time():
         measures.goodput(answers, {"itl": 1})
 
 
+def made(number, due, done, **changes):
+    chunks = {"chunks": (due + 0.1, done), "text": due + 0.1, "output_tokens": 2} | changes
+    return Answer(number, due, due, due, done, "answered", **chunks)
+
+
+def test_what_was_not_seen_was_not_in_time():
+    one = made(0, 0.0, 9.0, chunks=(9.0,), text=None, output_tokens=1)
+    assert measures.goodput([one], {"ttft_text": 1}) == 0
+    assert measures.goodput([one], {"tpot": 1, "ttft": 9001}) == 1  # one token has no time per token
+    assert measures.goodput([made(0, 0.0, 1.0, chunks=(), text=None)], {"e2e": 1e6}) == 0
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 5.0, 20.0])
+def test_a_server_keeps_up_where_it_answers_as_fast_as_requests_arrive(latency_s):
+    dues = Workload(requests=50, rate=2.0).arrivals().tolist()
+    assert measures.kept_up([made(i, due, due + latency_s) for i, due in enumerate(dues)]) == pytest.approx(1)
+    slow = [made(i, due, 1.25 * due + latency_s) for i, due in enumerate(dues)]
+    assert measures.kept_up(slow) == pytest.approx(0.8)
+
+
 def test_a_client_that_is_too_busy_says_so():
     assert not Delay(0.1, 1.0, 0.5).is_saturated
     assert Delay(0.1, 50.0, 0.5).is_saturated
@@ -95,6 +115,7 @@ def test_quantiles_have_intervals_that_hold_as_often_as_they_say():
         {"rate": 1.0, "concurrency": 2},
         {"concurrency": 0},
         {"prompts": ("",)},
+        {"prompts": "one text"},
     ],
 )
 def test_workloads_that_cannot_be(changes):

@@ -8,6 +8,7 @@ import surokit as sk
 from surokit.serving import measures
 from surokit.serving.planned import planned
 from tests.planner.families import QWEN3_8B
+from tests.refusals import refused
 
 PLAN = sk.plan(QWEN3_8B, gpu="H100")
 WORK = sk.Workload(requests=64, input_tokens=512, output_tokens=128)
@@ -39,8 +40,20 @@ def test_at_a_rate_as_many_are_served_as_it_keeps_in_the_server():
     slow = planned(PLAN, dataclasses.replace(WORK, rate=0.01), "planned")
     assert slow.spread("tpot").mid == pytest.approx(SAID.at(1).token_ms)
     assert slow.spread("ttft").mid == pytest.approx(SAID.prefill_ms)
-    fast = planned(PLAN, dataclasses.replace(WORK, rate=1e6), "planned")
-    assert fast.spread("tpot").mid == pytest.approx(SAID.at(64).token_ms)
+
+
+def test_requests_that_all_come_within_no_time_are_a_burst_however_they_are_called():
+    found = [
+        planned(PLAN, dataclasses.replace(WORK, **how), "planned")
+        for how in ({}, {"rate": 1e9}, {"concurrency": WORK.requests}, {"concurrency": 10 * WORK.requests})
+    ]
+    for name in ("ttft", "tpot", "e2e"):
+        assert [p.spread(name).mid for p in found] == pytest.approx([found[0].spread(name).mid] * 4)
+
+
+def test_prompts_of_ones_own_are_not_planned():
+    with refused(ValueError):
+        planned(PLAN, sk.Workload(prompts=("one",)), "planned")
 
 
 def test_it_stands_beside_what_was_measured():

@@ -31,6 +31,9 @@ pytestmark = [
 ]
 
 TTFT_MS, ITL_MS, TOKENS, REQUESTS, STREAMS, ROUNDS = 200, 20, 64, 40, 4, 3
+# The server's Python collects what it has loaded some 45 requests after its start, and stands still for a quarter of a second:
+# either client sees it.
+UNINTERRUPTED = "import gc, runpy; gc.disable(); runpy.run_module('guidellm', run_name='__main__')"
 MOCK = ["mock-server", "--ttft-ms", str(TTFT_MS), "--ttft-ms-std", "0", "--itl-ms", str(ITL_MS), "--itl-ms-std", "0"]
 PROMPTS = tuple(texts(WORDS, [TOKENS] * REQUESTS))
 WORK = sk.Workload(
@@ -114,12 +117,9 @@ def guidellm(*words, folder):
 
 def measured(folder):
     """Returns the figures of both clients, a list of rounds each, which took turns."""
-    command = [sys.executable, "-m", "guidellm", *MOCK, "--port", "{port}"]
+    command = [sys.executable, "-c", UNINTERRUPTED, *MOCK, "--port", "{port}"]
     clients: dict[str, list[dict[str, float]]] = {"surokit": [], "guidellm": []}
     with ServerProcess(command, environment={**ALONE, "HF_HOME": str(folder)}, log=folder / "log.txt") as server:
-        # The server stands still once for a quarter of a second, some 45 requests after its start: Python collects what it has
-        # loaded. Both clients see it, and it is over before the first round.
-        sk.serve_bench(server.url, workload=sk.Workload(128, 8, 32, concurrency=16))
         for _ in range(ROUNDS):
             clients["surokit"].append(ours(server.url))
             clients["guidellm"].append(theirs(server.url, folder))

@@ -15,7 +15,7 @@ def test_a_server_is_there_within_its_block_and_gone_after_it(tmp_path):
     (tmp_path / "v1" / "models").write_text("{}")
     with sk.ServerProcess([*FILES, "-d", str(tmp_path)], log=tmp_path / "log.txt") as server:
         assert server.url == f"http://127.0.0.1:{server.port}/v1"
-        with refused(RuntimeError), sk.ServerProcess(FILES, port=server.port):
+        with refused(ChildProcessError), sk.ServerProcess(FILES, port=server.port):
             pass
     assert "GET /v1/models" in (tmp_path / "log.txt").read_text()
 
@@ -27,7 +27,7 @@ def test_a_server_that_does_not_answer_in_time():
 
 def test_a_server_that_ends_says_what_it_printed(tmp_path):
     with (
-        refused(RuntimeError),
+        refused(ChildProcessError),
         sk.ServerProcess(["sh", "-c", "echo no such model >&2; exit 3"]),
     ):
         pass
