@@ -373,6 +373,7 @@ def _add_serve_bench(bench: argparse.ArgumentParser) -> None:
 
 def _serve_bench(arguments: argparse.Namespace) -> int:
     import surokit as sk
+    from surokit.serving.measures import check_limits
 
     if (arguments.url is None) == (arguments.start is None):
         raise ValueError(
@@ -381,7 +382,7 @@ def _serve_bench(arguments: argparse.Namespace) -> int:
     _check_picture(arguments.plot)
     _check_picture(arguments.plot_sweep)
     limits = dict(map(_limit, arguments.limits))
-    sk.ServeBench([]).goodput(**limits)  # a name that is none is said before anything is measured
+    check_limits(limits)  # before anything is measured
     named = ("requests", "input_tokens", "output_tokens", "chat", "seed")
     if arguments.csv is not None and not arguments.csv.parent.is_dir():
         raise ValueError(f"--csv {arguments.csv}: there is no folder {arguments.csv.parent}.")

@@ -109,10 +109,15 @@ def answered(answers: Sequence[Answer]) -> list[Answer]:
 
 def goodput(answers: Sequence[Answer], limits_ms: Mapping[str, float]) -> float:
     """Return the share of all requests whose answer is whole and within every limit. limits_ms: of ttft, ttft_text, tpot, e2e."""
-    if unknown := [name for name in limits_ms if name not in _OF_ONE]:
-        raise ValueError(f"goodput: a limit is of {', '.join(_OF_ONE)}, not {unknown[0]!r}.")
+    check_limits(limits_ms)
     good = [a for a in answered(answers) if all(_within(a, name, limit) for name, limit in limits_ms.items())]
     return len(good) / len(answers) if answers else math.nan
+
+
+def check_limits(limits_ms: Mapping[str, float]) -> None:
+    """Raise ValueError for a limit of what a single answer does not have."""
+    if unknown := [name for name in limits_ms if name not in _OF_ONE]:
+        raise ValueError(f"goodput: a limit is of {', '.join(_OF_ONE)}, not {unknown[0]!r}.")
 
 
 _OF_ONE = ("ttft", "ttft_text", "tpot", "e2e")
@@ -169,6 +174,7 @@ __all__ = [
     "QUANTILES",
     "SPREADS",
     "answered",
+    "check_limits",
     "duration_s",
     "goodput",
     "kept_up",

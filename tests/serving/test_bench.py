@@ -140,7 +140,7 @@ def test_every_workload_has_prompts_of_its_own():
 
 
 def test_a_folder_is_of_one_model_and_one_request(tmp_path):
-    with refused(ConnectionError):
+    with pytest.raises(ConnectionError, match="does not list its models"):
         sk.serve_bench(URL, workload=WORK, folder=tmp_path)
     with refused(ValueError):
         benched(Words(), folder=tmp_path, server="another")
