@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab check test test-plain-cpu test-deepspeed test-oldest test-gpu gpu-hour soak same-answers lint docs clean
+.PHONY: help quickstart lab check test test-plain-cpu test-deepspeed test-guidellm test-oldest test-gpu gpu-hour soak same-answers lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,9 +82,20 @@ test-deepspeed: $(VENV)/.test ## DeepSpeed's engine and its ZenFlow beside ours,
 			$(DEEPSPEED) einops hjson msgpack ninja py-cpuinfo; fi
 	@PATH=$(DEEPSPEED_AT)/bin:$$PATH PYTHONPATH=$(DEEPSPEED_AT) OMP_NUM_THREADS=1 $(PYTEST) -q --timeout 900 tests/dissection/test_deepspeed.py
 
+# guidellm's own requirements are gigabytes, and none of them is needed to serve and to ask
+GUIDELLM := guidellm==0.8.1
+GUIDELLM_AT = $(CURDIR)/$(VENV)/$(subst ==,-,$(GUIDELLM))
+test-guidellm: $(VENV)/.test ## guidellm's client beside ours, on its mock server; two minutes
+	@if [ ! -d $(GUIDELLM_AT) ]; then echo "== installing $(GUIDELLM) in $(GUIDELLM_AT)"; \
+		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(GUIDELLM_AT) \
+			$(GUIDELLM) aiofiles aiologic culsans eval_type_backport faker ftfy h2 hpack html5tagger httptools hyperframe more-itertools \
+			msgpack pydantic-settings python-dotenv sanic sanic-routing tabulate tracerite ujson uvloop websockets wrapt; fi
+	@PYTHONPATH=$(GUIDELLM_AT) OMP_NUM_THREADS=1 $(PYTEST) -q --timeout 900 tests/serving/test_second_opinion.py
+
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
 	@$(MAKE) --no-print-directory test-deepspeed
+	@$(MAKE) --no-print-directory test-guidellm
 	@$(MAKE) --no-print-directory test-oldest
 
 # ANSWERS takes more of what `python -m tests.answers --help` lists: ANSWERS='--only plans,runs'

@@ -118,6 +118,8 @@ def table(data: Mapping[str, Any]) -> str:
 
     if "client" in data["serving"]:
         return _client_table(data)
+    if "clients" in data["serving"]:
+        return _clients_table(data)
     header = (
         "server",
         "arrivals",
@@ -175,6 +177,25 @@ def _client_table(data: Mapping[str, Any]) -> str:
         for row in data["serving"]["client"]
     ]
     return "\n".join([markdown_table(rows, header=header, right=range(2, len(header))), "", footer(data)])
+
+
+def _clients_table(data: Mapping[str, Any]) -> str:
+    """Make the table of several clients before one server, a column a client: of each figure the median and the range of rounds."""
+    from statistics import median
+
+    from surokit.bench.result import footer
+    from surokit.tables import markdown_table
+
+    clients = data["serving"]["clients"]
+    names = next(iter(clients.values()))[0]
+
+    def cell(client: str, name: str) -> str:
+        found = [row[name] for row in clients[client]]
+        return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+    rows = [(name, *(cell(client, name) for client in clients)) for name in names]
+    table = markdown_table(rows, header=("figure", *clients), right=range(1, len(clients) + 1))
+    return "\n".join([table, "", footer(data)])
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:

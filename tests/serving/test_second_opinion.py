@@ -134,13 +134,13 @@ def measured(folder):
             "rounds": ROUNDS,
         },
         "environment": {**environment(), "guidellm": version("guidellm")},
-        "clients": clients,
+        "serving": {"clients": clients},
     }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return measured(tmp_path_factory.mktemp("guidellm"))["clients"]
+    return measured(tmp_path_factory.mktemp("guidellm"))["serving"]["clients"]
 
 
 @pytest.mark.parametrize("name", FIGURES)
