@@ -78,8 +78,8 @@ DEEPSPEED := deepspeed==0.19.8
 DEEPSPEED_AT = $(CURDIR)/$(VENV)/$(subst ==,-,$(DEEPSPEED))
 test-deepspeed: $(VENV)/.test ## DeepSpeed's engine and its ZenFlow beside ours, for which a C++ compiler is needed; three minutes
 	@if [ ! -d $(DEEPSPEED_AT) ]; then echo "== installing $(DEEPSPEED) in $(DEEPSPEED_AT)"; \
-		DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --target $(DEEPSPEED_AT) \
-			$(DEEPSPEED) einops hjson msgpack ninja py-cpuinfo; fi
+		DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --upgrade --target $(DEEPSPEED_AT).new \
+			$(DEEPSPEED) einops hjson msgpack ninja py-cpuinfo && mv $(DEEPSPEED_AT).new $(DEEPSPEED_AT); fi
 	@PATH=$(DEEPSPEED_AT)/bin:$$PATH PYTHONPATH=$(DEEPSPEED_AT) OMP_NUM_THREADS=1 $(PYTEST) -q --timeout 900 tests/dissection/test_deepspeed.py
 
 # guidellm's own requirements are gigabytes, and none of them is needed to serve and to ask
@@ -87,9 +87,9 @@ GUIDELLM := guidellm==0.8.1
 GUIDELLM_AT = $(CURDIR)/$(VENV)/$(subst ==,-,$(GUIDELLM))
 test-guidellm: $(VENV)/.test ## guidellm's client beside ours, on its mock server; two minutes
 	@if [ ! -d $(GUIDELLM_AT) ]; then echo "== installing $(GUIDELLM) in $(GUIDELLM_AT)"; \
-		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(GUIDELLM_AT) \
-			$(GUIDELLM) aiofiles aiologic culsans eval_type_backport faker ftfy h2 hpack html5tagger httptools hyperframe more-itertools \
-			msgpack pydantic-settings python-dotenv sanic sanic-routing tabulate tracerite ujson uvloop websockets wrapt; fi
+		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(GUIDELLM_AT).new \
+			$(GUIDELLM) aiofiles aiologic 'culsans~=0.10.0' faker ftfy html5tagger httptools more-itertools msgpack pydantic-settings \
+			python-dotenv sanic sanic-routing tracerite uvloop websockets wrapt && mv $(GUIDELLM_AT).new $(GUIDELLM_AT); fi
 	@PYTHONPATH=$(GUIDELLM_AT) OMP_NUM_THREADS=1 $(PYTEST) -q --timeout 900 tests/serving/test_second_opinion.py
 
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements

@@ -123,6 +123,7 @@ async def _accepted(client: Client, server: Server) -> Server:
             if answer.status not in NOT_TAKEN:  # no option will help a server that is not up, or busy
                 raise ConnectionError(
                     f"serve_bench({client.url!r}): the server does not answer a request: {answer.why}."
+                    + (" One that loads its model first may need a larger stall_s=." if answer.status is None else "")
                 )
     raise ValueError(
         f"serve_bench({client.url!r}, model={server.model!r}): the server refuses a plain request (is that its model?): "

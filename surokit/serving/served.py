@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from surokit.planner.planning import Plan
 
-FORMAT = 1
+FORMAT = 2
 HEAD, ANSWERS = "serving.json", "answers"
+APART = 1.5  # times ttft, from which ttft_text is another figure
 KEPT_UP = 0.95  # share of the offered requests, from which a server keeps up with a rate
 
 
@@ -167,6 +168,11 @@ class ServeBench:
                 found.append(
                     f"{where}: the client measured itself: it used {p.delay.cpu:.0%} of a core, and 1 of 100 times it was "
                     f"{p.delay.late_p99_ms:.0f} ms late or more; send fewer at once, or from a faster or idler machine"
+                )
+            if p.spread("ttft_text").mid > APART * p.spread("ttft").mid:
+                found.append(
+                    f"{where}: first chunks without text come long before the text: ttft_text says when a reader sees something, "
+                    "and tpot has that wait in it"
                 )
             if p.short:
                 found.append(

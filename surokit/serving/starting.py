@@ -28,10 +28,10 @@ class ServerProcess:
     """A ServerProcess runs a server as long as its block: it is there once the block begins, and gone once it ends.
 
     command: a line, or a list of words; "{port}" in it becomes a free port. ready_s: seconds that it may take to answer, with the
-    time to load a model. log: the file that gets what it prints; a temporary one without it. environment: variables beside those
-    of this process. port: instead of a free one.
+    time to load a model. log: the file that gets what it prints; a temporary one without it, gone with the block. environment:
+    variables beside those of this process. port: instead of a free one.
 
-    url: the address of its interface, for `serve_bench`. log: the file.
+    url: the address of its interface, for `serve_bench`.
 
     It is ready when it answers 200 at /health, or at /v1/models where it has no /health. The block's end ends all that it started;
     where this process is killed, on Linux, only the process of the command ends with it.
@@ -56,14 +56,16 @@ class ServerProcess:
             raise ValueError("ServerProcess(command): give the line that starts a server, such as 'vllm serve MODEL'.")
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.ready_s, self.environment = ready_s, environment or {}
-        self.log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="surokit-server-")) / "log.txt"
+        self.log = None if log is None else Path(log)
 
     def __enter__(self) -> Self:
         if _status(f"http://127.0.0.1:{self.port}/health") is not None:
             raise ChildProcessError(
                 f"ServerProcess(port={self.port}): another server answers there already: give another port."
             )
-        with self.log.open("wb") as out:
+        self._place = tempfile.TemporaryDirectory(prefix="surokit-server-")
+        self._log = self.log or Path(self._place.name) / "log.txt"
+        with self._log.open("wb") as out:
             try:
                 self._process = subprocess.Popen(
                     self.command,
@@ -75,6 +77,7 @@ class ServerProcess:
                     env={**os.environ, **self.environment},
                 )
             except FileNotFoundError:
+                self._place.cleanup()
                 raise FileNotFoundError(
                     f"ServerProcess({self.command[0]!r}): there is no such program here: install the server, or give its path."
                 ) from None
@@ -92,7 +95,10 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and all that it started: it is asked to, and after ten seconds made to."""
-        end_group(self._process, signal.SIGTERM)
+        try:
+            end_group(self._process, signal.SIGTERM)
+        finally:
+            self._place.cleanup()
 
     def _wait(self) -> None:
         ends = time.monotonic() + self.ready_s
@@ -115,7 +121,7 @@ class ServerProcess:
         return status == 200
 
     def _said(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_SHOWN:])
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_SHOWN:])
 
 
 def _status(url: str) -> int | None:

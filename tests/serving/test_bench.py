@@ -12,7 +12,7 @@ from surokit.serving.client import Answer
 from surokit.serving.served import HEAD
 from tests.refusals import refused
 from tests.serving.servers import BESIDE, Words, listening, tokens_of
-from tests.serving.virtual import Server
+from tests.serving.virtual import Server, event
 
 URL = "http://127.0.0.1:9/v1"
 WORK = sk.Workload(requests=6, input_tokens=20, output_tokens=4)
@@ -219,3 +219,13 @@ def test_the_saturation_point_and_cost_of_a_sweep():
     rate = found.table()["output_tokens_per_s"].iloc[0]
     assert found.cost(3.6)["tiny server, 1 at once"] == pytest.approx(1000 / rate)
     assert set(found.goodput(e2e=1e6).values()) == {1.0}
+
+
+def test_chunks_without_text_long_before_the_text_are_said():
+    class Waits(Words):
+        def answered(self, body):
+            return [event(role="assistant", chat=True), 0.02, *super().answered(body)]
+
+    found = benched(Waits(), dataclasses.replace(WORK, chat=True))
+    assert "tpot has that wait in it" in repr(found)
+    assert "tpot has that wait in it" not in repr(benched(Words()))
