@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.tables import markdown_table
 from surokit.units import three_digits
 
 if TYPE_CHECKING:
@@ -113,9 +114,6 @@ def found_in(data: Mapping[str, Any]) -> ServeBench:
 
 def table(data: Mapping[str, Any]) -> str:
     """Make the table of a raw result in Markdown."""
-    from surokit.bench.result import footer
-    from surokit.tables import markdown_table
-
     if "client" in data["serving"]:
         return _client_table(data)
     if "clients" in data["serving"]:
@@ -146,13 +144,10 @@ def table(data: Mapping[str, Any]) -> str:
                 *(three_digits(point.spread(name, q).mid) for name, q in spreads),
             )
         )
-    return "\n".join([markdown_table(rows, header=header, right=range(2, len(header))), "", footer(data)])
+    return _markdown(data, header, rows, 2)
 
 
 def _client_table(data: Mapping[str, Any]) -> str:
-    from surokit.bench.result import footer
-    from surokit.tables import markdown_table
-
     header = (
         "at once",
         "requests",
@@ -176,15 +171,12 @@ def _client_table(data: Mapping[str, Any]) -> str:
         )
         for row in data["serving"]["client"]
     ]
-    return "\n".join([markdown_table(rows, header=header, right=range(2, len(header))), "", footer(data)])
+    return _markdown(data, header, rows, 2)
 
 
 def _clients_table(data: Mapping[str, Any]) -> str:
     """Make the table of several clients before one server, a column a client: of each figure the median and the range of rounds."""
     from statistics import median
-
-    from surokit.bench.result import footer
-    from surokit.tables import markdown_table
 
     clients = data["serving"]["clients"]
     names = next(iter(clients.values()))[0]
@@ -194,8 +186,14 @@ def _clients_table(data: Mapping[str, Any]) -> str:
         return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
     rows = [(name, *(cell(client, name) for client in clients)) for name in names]
-    table = markdown_table(rows, header=("figure", *clients), right=range(1, len(clients) + 1))
-    return "\n".join([table, "", footer(data)])
+    return _markdown(data, ("figure", *clients), rows, 1)
+
+
+def _markdown(data: Mapping[str, Any], header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """Make the table and its footer; the first columns, `words` of them, are no numbers."""
+    from surokit.bench.result import footer
+
+    return "\n".join([markdown_table(rows, header=header, right=range(words, len(header))), "", footer(data)])
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surokit.serving.client import Answer, Client
@@ -81,8 +81,8 @@ async def asked(client: Client, model: str | None, workload: Workload, extra: Ma
         beside, words = await single(count)
     except Uncountable as error:
         note = f"{error}, so prompts have as many words as tokens were asked for"
-        return Server(named, first.chat, first.options, 0, WORDS, (*first.notes, note))
-    return Server(named, first.chat, first.options, beside, words, first.notes)
+        return replace(first, words=WORDS, notes=(*first.notes, note))
+    return replace(first, beside=beside, words=words)
 
 
 async def only_model(client: Client) -> str:
@@ -109,7 +109,7 @@ async def _accepted(client: Client, server: Server) -> Server:
     tried: list[Answer] = []
     for fixed in FIXED_LENGTH:
         for usage in (USAGE, {}):
-            asked = Server(server.model, server.chat, {**usage, **fixed, **server.options})
+            asked = replace(server, options={**usage, **fixed, **server.options})
             answer = await client.answer(asked.path, asked.body("Hello", 2))
             if answer.state == "answered":
                 notes = [] if fixed else ["the server refuses ignore_eos, so answers may end early"]
@@ -118,7 +118,7 @@ async def _accepted(client: Client, server: Server) -> Server:
                     if usage or answer.counted
                     else ["the server does not count tokens: those out are chunks with text"]
                 )
-                return Server(server.model, server.chat, asked.options, notes=tuple(notes))
+                return replace(asked, notes=tuple(notes))
             tried.append(answer)
             if answer.status not in NOT_TAKEN:  # no option will help a server that is not up, or busy
                 raise ConnectionError(

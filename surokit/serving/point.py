@@ -61,6 +61,11 @@ class Point:
         return int(self.stated.get(state, sum(a.state == state for a in self.answers)))
 
     @property
+    def lost(self) -> int:
+        """Return how many requests have no whole answer."""
+        return sum(map(self.count, STATES))
+
+    @property
     def short(self) -> int:
         """Return how many whole answers have fewer tokens than were asked for, where that is known."""
         if "short" in self.unknown:
@@ -71,19 +76,18 @@ class Point:
     @property
     def line(self) -> str:
         """Return the point in a line: throughput, the first token, the answers that were lost."""
-        lost = sum(map(self.count, STATES))
         found = self.throughput()
         return (
             f"{self.name}: {three_digits(found['requests_per_s'])} requests/s, "
             f"{three_digits(found['output_tokens_per_s'])} tokens/s, first token after {three_digits(self.spread('ttft').mid)} ms"
-            + (f", {lost:,} lost" if lost else "")
+            + (f", {self.lost:,} lost" if self.lost else "")
         )
 
     def row(self) -> dict[str, Any]:
         """Return the figures of the point: throughput, quantiles in milliseconds, counts."""
         found: dict[str, Any] = {"server": self.server, "arrivals": self.workload.name}
         found |= {"input_tokens": self.workload.input_tokens, "output_tokens": self.workload.output_tokens}
-        found |= {"requests": sum(map(self.count, ("answered", *STATES))), **self.throughput()}
+        found |= {"requests": self.count("answered") + self.lost, **self.throughput()}
         for name in measures.SPREADS:
             for q, (low, mid, high) in zip(measures.QUANTILES, self._spreads(name, measures.QUANTILES)):
                 found |= {

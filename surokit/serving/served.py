@@ -15,7 +15,7 @@ from surokit.serving import brought, measures
 from surokit.serving.client import Answer
 from surokit.serving.driving import Delay
 from surokit.serving.planned import planned
-from surokit.serving.point import STATES, Point
+from surokit.serving.point import Point
 from surokit.serving.workload import Workload, listed
 from surokit.tables import html_table, text_table
 from surokit.units import three_digits
@@ -109,14 +109,15 @@ class ServeBench:
     @property
     def named(self) -> dict[str, Point]:
         """Return the points by a name of each: its server and arrivals, with lengths or a number where several are alike."""
-        alike = Counter(p.name for p in self.points)
+        alike, seen = Counter(p.name for p in self.points), Counter[str]()
         found: dict[str, Point] = {}
         for p in self.points:
             lengths = (
                 f", {p.workload.input_tokens} tokens in, {p.workload.output_tokens} out" if alike[p.name] > 1 else ""
             )
-            name, n = p.name + lengths, sum(each == p.name + lengths for each in found)
-            found[f"{name} ({n + 1})" if n else name] = p
+            name = p.name + lengths
+            seen[name] += 1
+            found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = p
         return found
 
     def saturation(self, server: str | None = None) -> Point | None:
@@ -186,14 +187,13 @@ class ServeBench:
         rows = []
         for p in self.points:
             t = p.throughput()
-            lost = sum(p.count(state) for state in STATES)
             rows.append(
                 [
                     p.server,
                     p.workload.name,
                     f"{p.workload.input_tokens:,} / {p.workload.output_tokens:,}",
                     f"{p.count('answered'):,}",
-                    f"{lost:,}" if lost else "",
+                    f"{p.lost:,}" if p.lost else "",
                     three_digits(t["requests_per_s"]),
                     three_digits(t["output_tokens_per_s"]),
                     *(_both(p, name) for name in self._shown),
@@ -210,22 +210,23 @@ class ServeBench:
     def _header(self) -> tuple[str, ...]:
         return (*HEADER, *(f"{name} ms" for name in self._shown))
 
+    def _foot(self) -> list[str]:
+        return [*self.notes, FOOT, *(f"{name}: {words}" for name, words in measures.DEFINITIONS.items())]
+
     def __repr__(self) -> str:
         table = text_table(self._rows(), header=self._header(), right=range(2, len(self._header())))
-        foot = [FOOT, *(f"{name}: {words}" for name, words in measures.DEFINITIONS.items())]
-        return "\n".join([table, *(f"  {line}" for line in (*self.notes, *foot))])
+        return "\n".join([table, *(f"  {line}" for line in self._foot())])
 
     def _repr_html_(self) -> str:
         import html
 
-        foot = [FOOT, *(f"{name}: {words}" for name, words in measures.DEFINITIONS.items())]
         return html_table(self._rows(), header=self._header(), right=range(2, len(self._header()))) + "".join(
-            f"<div><small>{html.escape(line)}</small></div>" for line in (*self.notes, *foot)
+            f"<div><small>{html.escape(line)}</small></div>" for line in self._foot()
         )
 
 
 FOOT = "in / out: tokens of a prompt and of an answer, as asked for; times: median / 99th percentile"
-HEADER = (*("server", "arrivals", "in / out", "answered", "lost", "requests/s", "tokens/s"),)
+HEADER = ("server", "arrivals", "in / out", "answered", "lost", "requests/s", "tokens/s")
 
 
 def _both(point: Point, name: str) -> str:
@@ -252,8 +253,8 @@ def point_of(values: Mapping[str, Any], lines: Iterable[str]) -> Point:
         delay,
         tuple(values["notes"]),
         values["date"],
-        values.get("stated", {}),
-        tuple(values.get("unknown", ())),
+        values["stated"],
+        tuple(values["unknown"]),
     )
 
 

@@ -152,12 +152,18 @@ def test_a_folder_is_of_one_model_and_one_request(tmp_path):
 
 
 def test_workloads_that_arrive_alike_have_names_of_their_own():
-    works = [WORK, dataclasses.replace(WORK, input_tokens=40), WORK, dataclasses.replace(WORK, seed=1)]
+    works = [
+        WORK,
+        dataclasses.replace(WORK, input_tokens=40),
+        WORK,
+        *(dataclasses.replace(WORK, seed=s) for s in (1, 2)),
+    ]
     found = benched(Words(), works)
     assert list(found.named) == [
         "tiny server, burst, 20 tokens in, 4 out",
         "tiny server, burst, 40 tokens in, 4 out",
         "tiny server, burst, 20 tokens in, 4 out (2)",
+        "tiny server, burst, 20 tokens in, 4 out (3)",
     ]
     assert list(found.cost(1)) == list(found.goodput(e2e=1e6)) == list(found.named)
     with refused(ValueError):
