@@ -14,8 +14,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def found_by(module: str, ranks: int, folder: Path, timeout_s: float, *arguments: str) -> list[dict[str, Any]]:
-    """Runs `python -m module rank folder arguments` for every rank, with one thread each; what each wrote to rank<n>.pt there."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Runs `python -m module rank folder arguments` for every rank, with one thread each; what each wrote to rank<n>.pt there.
+
+    A process that a signal ends writes its stack to its log.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     processes = []
     try:
         for rank in range(ranks):
@@ -31,6 +34,9 @@ def found_by(module: str, ranks: int, folder: Path, timeout_s: float, *arguments
     found = []
     for rank in range(ranks):
         path = folder / f"rank{rank}.pt"
-        assert path.exists(), f"rank {rank} wrote nothing:\n{(folder / f'log{rank}.txt').read_text()}"
+        status = processes[rank].returncode
+        assert path.exists(), (
+            f"rank {rank} ended with {status}, and wrote nothing:\n{(folder / f'log{rank}.txt').read_text()}"
+        )
         found.append(torch.load(path))
     return found

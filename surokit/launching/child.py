@@ -6,12 +6,14 @@ for one that fails its words. The environment is set before torch is imported, w
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -46,6 +48,8 @@ def main(folder: Path) -> None:
         if here.is_first:
             write_whole(folder / VALUE, value_bytes(value))
         _leave()
+        if settings["script"] is None:
+            _end()
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
@@ -89,6 +93,17 @@ def _leave() -> None:
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _end() -> None:
+    """End the process of a function as multiprocessing ends its own: threads that are no daemons end, exit functions run, and the
+    interpreter is not taken down. Threads of torch and of a process group may still run then, and some abort the process. A script
+    ends as Python ends one, which also writes what its open files hold."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _below(tb: TracebackType | None) -> TracebackType | None:

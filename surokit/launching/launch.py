@@ -133,11 +133,14 @@ class Launch:
         unless the program handles it.
         """
         try:
-            with _terminated_as_interrupted():
+            with _interrupts() as heard:
                 while not self._over.is_set():
                     try:
                         self._over.wait(LOOK_S)
                         self._look()
+                        if heard:
+                            heard.clear()
+                            raise KeyboardInterrupt
                     except KeyboardInterrupt:
                         if self._asked or not saves:
                             raise
@@ -309,16 +312,29 @@ def launch_script(
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _interrupts() -> Iterator[list[int]]:
+    """Yield the signals, of SIGINT and SIGTERM, that came in the block and that the program does not handle itself.
+
+    They are noted and not raised where they come: some code in which an exception may come (a finalizer, an import, a library's
+    callback) swallows it, and the interrupt would be lost. One that comes while another waits is raised.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, frame: Any) -> None:
+        heard.append(number)
+        if len(heard) > 1:
+            raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+            if signal.getsignal(number) is default:
+                before[number] = signal.signal(number, hear)
     try:
-        yield
+        yield heard
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_outside(who: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +136,27 @@ def trains_for_scale(steps: int) -> sk.Session:
     session = sk.Session(Toy(), make_batches(), parallel=COPIES, schedule=None)
     session.run(steps)
     return session
+
+
+LEFT: list[Any] = []
+
+
+class AbortsAtTheEnd:
+    """Ends the process as torch's threads may, when the interpreter is taken down."""
+
+    def __del__(self, abort: Callable[[], None] = os.abort) -> None:
+        abort()
+
+
+def leaves_much_behind(folder: Path) -> None:
+    """Leaves a thread, an exit function, and what aborts when the interpreter is taken down."""
+    rank = rank_here().number
+    atexit.register((folder / f"exit{rank}").touch)
+    atexit.register(print, "left", rank)
+
+    def ends() -> None:
+        threading.main_thread().join()  # returns when the interpreter would end
+        (folder / f"thread{rank}").touch()
+
+    threading.Thread(target=ends).start()
+    LEFT.append(AbortsAtTheEnd())

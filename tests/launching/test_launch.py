@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import json
 import os
 import random
@@ -146,6 +147,16 @@ def test_a_run_goes_on_after_its_processes_were_killed(tmp_path: Path, capfd: py
     assert steps == [*range(1, functions.STEPS + 1)]
 
 
+def test_a_process_ends_its_threads_and_exit_functions_and_takes_no_interpreter_down(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sk.launch(functions.leaves_much_behind, tmp_path, gpus=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"exit0", "exit1", "thread0", "thread1"}
+    out, _ = capfd.readouterr()
+    assert "[rank 0] left 0\n" in out
+    assert "[rank 1] left 1\n" in out
+
+
 def test_a_process_lost_too_often_ends_the_launch() -> None:
     with pytest.raises(sk.LaunchError, match="Rank 1 was killed by SIGKILL, often for lack of memory") as found:
         sk.launch(functions.is_killed, 1, gpus=2, restarts=1)
@@ -162,6 +173,31 @@ def test_an_interrupt_lets_the_runs_save_and_end(tmp_path: Path, by: signal.Sign
     assert steps >= 2
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps:06d}").is_dir()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_interrupt_that_comes_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops an exception there."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            if "began" in text:
+                Finalized()
+            return super().write(text)
+
+    def own() -> str:
+        folder = rank_here().folder
+        assert folder is not None
+        print("began")
+        until((folder / "stop").exists)
+        return (folder / "stop").read_text()
+
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert sk.launch(own, gpus=1) == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_interrupt_ends_all_and_what_they_started(tmp_path: Path) -> None:
