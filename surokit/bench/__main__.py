@@ -116,6 +116,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--rehearse", action="store_true", help="every line of it on a processor; the numbers mean nothing"
     )
 
+    published = commands.add_parser(
+        "published", help="likely times beside published runs: fits what they reached, and judges it"
+    )
+    published.add_argument("--runs", type=Path, help="judge the shipped factors by the runs of this file instead")
+    published.add_argument(
+        "--write", action="store_true", help="write the fitted factors to surokit/hardware/reached.csv"
+    )
+
     hour = commands.add_parser(
         "hour", help="all that is measured and tested on a GPU, in steps that go on where they ended"
     )
@@ -258,6 +266,7 @@ def make_parser() -> argparse.ArgumentParser:
         kernels,
         memory,
         ceilings,
+        published,
     ):
         command.add_argument(
             "--out", type=Path, help="write the raw result to this JSON file, in a folder that is there"

@@ -67,7 +67,7 @@ class Gpu:
     and `host_gb_s` are links to other GPUs of the node and to the host, GB/s in one direction; `watts` the power limit it is sold
     with. `ceilings` are what a calibration of one machine reached, None for a row of the table. `device` is "cpu" where a
     calibration measured a processor. fp16_tflops and fp32_tflops are known of GPUs that do not multiply bf16; `plain` says in which
-    of the three a plan computes the products that no recipe quantizes.
+    of the three a plan computes the products that no recipe quantizes. `sms` is the number of multiprocessors (AMD: compute units).
     """
 
     name: str
@@ -86,6 +86,7 @@ class Gpu:
     device: Literal["cuda", "cpu"] = "cuda"
     fp16_tflops: float | None = None
     fp32_tflops: float | None = None
+    sms: float | None = None
     plain: Literal["BF16", "FP16", "FP32"] = "BF16"
 
     def __post_init__(self) -> None:

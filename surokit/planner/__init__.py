@@ -14,6 +14,7 @@ words.py, picture.py  a plan as text and as a picture
 from surokit.hardware.gpus import GPUS, Ceilings, Gpu, find_gpu, load_hardware, register
 from surokit.planner.compare.check import Check
 from surokit.planner.compare.published import judge_hours
+from surokit.planner.compare.runs import PublishedRun, read_runs
 from surokit.planner.counts.communication import efficiency, fit_speedup, loss_at_doublings
 from surokit.planner.counts.flops import count_flops
 from surokit.planner.counts.memory import count_memory
@@ -38,6 +39,7 @@ __all__ = [
     "Host",
     "Plan",
     "Price",
+    "PublishedRun",
     "ScalingFit",
     "ScalingLaw",
     "Shape",
@@ -54,6 +56,7 @@ __all__ = [
     "plan",
     "plot_memory",
     "predict_offload",
+    "read_runs",
     "read_shape",
     "recipe_gain",
     "register",

@@ -18,11 +18,12 @@ from surokit import units
 from surokit.fusion import Recompute
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.machine import machine_gib, room_for_decoded
+from surokit.hardware.rates import rates_of
 from surokit.planner import picture
 from surokit.planner.compare import check as checking
 from surokit.planner.compare.check import Check
 from surokit.planner.counts.flops import Attention, Compute, count_flops, product_kinds
-from surokit.planner.counts.memory import SLACK, Layers, Memory, Setup, blocks_of, count_memory
+from surokit.planner.counts.memory import SLACK, Engine, Layers, Memory, Setup, blocks_of, count_memory
 from surokit.planner.inputs.fusion import Transposed
 from surokit.planner.inputs.question import Asked, Logits, Question, read_question
 from surokit.planner.inputs.shape import Shape
@@ -33,7 +34,8 @@ from surokit.planner.offload.formulas import Host, Offload, host_of
 from surokit.planner.offload.streaming import Streamed
 from surokit.planner.times.cost import ModelFlops, Price, Time, count_time, exact
 from surokit.planner.times.energy import energy_kwh
-from surokit.planner.times.roofline import Estimate, estimate_step
+from surokit.planner.times.likely import Likely, likely_step
+from surokit.planner.times.roofline import Estimate, estimate_step, why_no_estimate
 from surokit.planner.words import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.tables import data_frame
 
@@ -114,6 +116,35 @@ class Plan:
     def estimate(self) -> Estimate | None:
         """Estimate the time of a step, row by row; None where shape, batch, length or the rates of the GPU are missing."""
         return _estimate(self.asked, self.compute)
+
+    @cached_property
+    def likely(self) -> Likely | None:
+        """Predict the time of a step by what published runs reached, with its interval; None where `estimate` is None, where rates
+        were measured, which predict by themselves, on a CPU, and without training."""
+        if not self.has_likely or self.estimate is None or self.gpu is None:
+            return None
+        return likely_step(self.estimate, self.gpu, self.setup.engine)
+
+    @property
+    def has_likely(self) -> bool:
+        """True if a likely time of a step can be told; unlike `likely` it counts nothing."""
+        gpu, setup = self.gpu, self.setup
+        if gpu is None or not setup.training or setup.device == "cpu":
+            return False
+        known = not why_no_estimate(self.shape, self.compute, setup, gpu)
+        return known and not isinstance(rates := rates_of(gpu, setup.dtype), str) and not rates.measured
+
+    @property
+    def likely_days(self) -> tuple[float, float, float] | None:
+        """Return the likely days of the run, and those that nine of ten and one of ten runs exceed.
+
+        None without `tokens` or a likely step, and for what is kept on the host, which the step leaves out.
+        """
+        if self.flops is None or self.flops_per_step is None or self.setup.offloads or (likely := self.likely) is None:
+            return None
+        steps = self.flops / self.flops_per_step / self.time.goodput
+        days, low, high = (ms * steps / 86_400_000 for ms in (likely.step_ms, likely.low_ms, likely.high_ms))
+        return days, low, high
 
     @property
     def trained_parameters(self) -> float:
@@ -325,6 +356,7 @@ def plan(
     transposed: Transposed | None = None,
     offload_weights: bool | int | None = None,
     offload_activations: bool | None = None,
+    engine: Engine | None = None,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
@@ -361,6 +393,8 @@ def plan(
     offload_weights     True, or how many are fetched ahead: the weights of blocks wait on the host (sk.offload_weights), and each
                 block is computed again in backward
     offload_activations     True: what backward needs waits on the host (sk.offload_activations)
+    engine      who makes the kernels, for the likely time: "eager" PyTorch, "compiled" by torch.compile, or "fused" by hand;
+                without it "fused" where `fusion` fuses, else "eager"
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """

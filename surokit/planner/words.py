@@ -24,6 +24,7 @@ from surokit.planner.inputs.question import Question
 from surokit.planner.inputs.typical import typical_shape
 from surokit.planner.offload.formulas import INTERVAL, OFFLOADING
 from surokit.planner.times.cost import Time
+from surokit.planner.times.likely import Likely
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -147,14 +148,28 @@ def plan_answers(plan: Plan) -> Iterator[str]:
     if t.days is not None and t.gpu_hours is not None:
         hours = "" if _on_cpu(plan) else f"{units.value(t.gpu_hours, 'GPU hours')}, "
         yield f"Takes {units.days(t.days)} on {_gpus(plan)}, {hours}{rate}{' of each' * (not _on_cpu(plan))}{alone}"
+    elif plan.likely is not None and (found := plan.likely_days) is not None:
+        days, low, high = found
+        within = f"eight of ten runs within {units.days(low)} to {units.days(high)}"
+        yield f"Likely takes {units.days(days)} on {_gpus(plan)}, {within}: {plan.likely.how}"
+        if plan.price is not None:
+            gpu_hours = [each * 24 * plan.setup.gpus for each in found]
+            usd = units.span(gpu_hours[1] * plan.price.low, gpu_hours[2] * plan.price.high, "USD")
+            yield f"Likely costs {usd}: {units.value(gpu_hours[0], 'GPU hours')} at {plan.price}"
     elif t.floor_days is not None:
         yield f"Takes at least {units.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
     elif t.step_ms is not None:
         yield f"A step takes {units.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
+    elif plan.likely is not None:
+        yield f"A step likely takes {units.value(plan.likely.step_ms, 'ms')}, {_within(plan.likely)}: {plan.likely.how}{alone}"
     elif estimate is not None:
         yield f"A step takes {units.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
     if plan.usd_range is not None:
         yield f"Costs {units.span(*plan.usd_range, 'USD')}: {_hours(plan)} at {plan.price}"
+
+
+def _within(likely: Likely) -> str:
+    return f"eight of ten runs within {units.span(likely.low_ms, likely.high_ms, 'ms')}"
 
 
 def plan_lines(plan: Plan) -> Iterator[Line]:
@@ -238,6 +253,13 @@ def _time(plan: Plan) -> Iterator[Line]:
 
 
 def _estimate(plan: Plan) -> Iterator[Line]:
+    if (likely := plan.likely) is not None:
+        line = partial(Line, "a step, likely")
+        how = f"{_within(likely)}; {likely.how}"
+        yield line("step, likely", likely.step_ms, "ms", "prediction", how)
+        yield line(
+            "tokens a second, likely", likely.tokens_per_s, "tokens/s", "prediction", f"{_gpus(plan)}; {likely.how}"
+        )
     if plan.estimate is not None:
         for term, value, unit, kind, how in plan.estimate.lines():
             yield Line("a step, by what it does", term, value, unit, kind, how)
@@ -307,7 +329,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
     if setup.offloads:
         yield from _offloaded(plan)
-    if time.rate_tflops is None:
+    if time.rate_tflops is None and not plan.has_likely:
         wanted = ["tflops_per_gpu="]
         if gpu is None or gpu.plain_tflops is not None:
             wanted.append("mfu=" + ("" if gpu else " with gpu="))

@@ -495,11 +495,11 @@ def test_advice_holds_against_the_host():
 
 
 def test_times_at_a_datasheets_rates_say_so():
-    """As the plan's own answer does; at a rate that was given, and at measured ones, they are predictions."""
+    """As the plan's own estimate does; at a rate that was given, and at measured ones, they are predictions."""
     step: dict[str, Any] = {"batch": 4, "length": 4096}
     p = plan(QWEN_8B, gpu="H100", **step)
     said = "optimistic: rates of the datasheet of H100, which few runs reach"
-    assert p.answers[1].endswith(f"({said.replace(': ', '): ')}")
+    assert said.startswith(f"{p.estimate.kind}: {p.estimate.how.partition(';')[0]}")
     o = p.offload(FAST)
     assert f"  times are {said}\n" in repr(o)
     assert f"<div>times are {said}</div>" in o._repr_html_()

@@ -88,9 +88,12 @@ def test_the_answers_come_first():
     (large, step) = said(batch=512)
     assert large.startswith("  Does not fit: ")
     assert large.endswith("plan.fitting() says what helps")
-    assert step.endswith("(optimistic): rates of the datasheet of H100, which few runs reach")
+    assert step.startswith("  A step likely takes ")
+    assert step.endswith(" published runs of H100, eager")
     assert said(batch=512, gpus=8)[0].startswith("  Does not fit unsharded: ")
-    assert said(tokens=1e12)[1].startswith("  Takes at least ")
+    assert said(tokens=1e12)[1].startswith("  Likely takes ")
+    assert said(tokens=1e12, usd_per_gpu_hour=2)[2].startswith("  Likely costs ")
+    assert said(tokens=1e12, batch=None)[1].startswith("  Takes at least ")
     assert said(mfu=0.4)[1].endswith("at the given 395.6 TFLOPS of each GPU")
     assert said(gpu=None)[0].startswith("  Holds ")
     assert said(length=None)[0].startswith("  Holds ")  # whether that fits is not known
@@ -461,10 +464,10 @@ def test_compute_capabilities_are_nvidias():
         (8, 0): {"A100", "A100-40GB", "A100-PCIe", "A800", "A30"},
         (8, 6): {"A6000", "A40", "A10", "RTX-3090"},
         (8, 9): {"L40S", "L40", "L20", "L4", "RTX-6000-Ada", "RTX-4090"},
-        (9, 0): {"H100", "H100-PCIe", "H100-NVL", "H800", "H200", "H20", "GH200"},
+        (9, 0): {"H100", "H100-PCIe", "H100-NVL", "H100-HBM2e", "H800", "H200", "H20", "GH200"},
         (10, 0): {"B200", "GB200"},
         (10, 3): {"B300", "GB300"},
-        (12, 0): {"RTX-PRO-6000", "RTX-5090"},
+        (12, 0): {"RTX-PRO-6000", "RTX-5090", "RTX-5060-Ti"},
         None: {"MI300X", "MI325X"},
     }
     assert {gpu.name: gpu.capability for gpu in planner.GPUS.values()} == {

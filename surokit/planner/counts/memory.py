@@ -61,6 +61,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 #: The library whose layers compute: they differ in what they keep for the backward.
 Layers = Literal["surokit", "transformers"]
+Engine = Literal["eager", "compiled", "fused"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class Setup:
     sequences on one GPU, `length` that of tokens of each. `fusion` says which operations are computed together, `graphs` whether a
     step is captured as CUDA graphs. `hot` is the share of the trained parameters whose states ZenFlow keeps on the device,
     `overlap` and `slots` are its settings. `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are
-    not). `trained` is the part of a live model that trains; without it the recipe decides.
+    not). `trained` is the part of a live model that trains; without it the recipe decides. `engine` says who makes the kernels:
+    PyTorch, torch.compile, or a hand.
     """
 
     dtype: str = "bf16"
@@ -190,6 +192,7 @@ class Setup:
     prefetch: int = 0
     offload_activations: bool = False
     trained: Trained | None = None
+    engine: Engine = "eager"
 
     @property
     def offloads(self) -> str:

@@ -49,7 +49,7 @@ _TENSORS_8BIT = 32  # of our own 8-bit kernel (kernels/triton/adamw8bit.py)
 @dataclass(frozen=True)
 class Load:
     """A Load holds work of one kind in one pass, summed over the step: FLOPs, bytes, launches. `count` matrices or blocks share
-    it."""
+    it. Of a product, `outputs` are the elements of one matrix's result and `inner` is the length that it contracts."""
 
     module: str
     group: str
@@ -60,6 +60,8 @@ class Load:
     bytes: float
     launches: float
     kind: Kind | None = None
+    outputs: float = 0.0
+    inner: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,22 @@ class _Elementwise:
     trained: float | None = None
 
 
-def data_moves(layers: str, width: int) -> dict[str, _Elementwise]:
+def data_moves(layers: str, width: int, *, layer_norm: bool = False) -> dict[str, _Elementwise]:
+    """Return what each operation between products moves. layers: "surokit" for one kernel each, as torch.compile makes them too.
+    layer_norm: the norm is a LayerNorm, which torch has as one kernel."""
+    alone = {
+        "norm": _Elementwise(2 * width, 3 * width, (1, 3)),
+        "rope": _Elementwise(2 * width, 2 * width, (1, 1)),
+        "swiglu": _Elementwise(3 * width, 5 * width, (1, 1)),
+        "activation": _Elementwise(2 * width, 3 * width, (1, 1)),
+    }
     if layers == "surokit":
-        return {
-            "norm": _Elementwise(2 * width, 3 * width, (1, 3)),
-            "rope": _Elementwise(2 * width, 2 * width, (1, 1)),
-            "swiglu": _Elementwise(3 * width, 5 * width, (1, 1)),
-            "activation": _Elementwise(2 * width, 3 * width, (1, 1)),
-        }
+        return alone
     # RMSNorm computes in float32, and casts to it and back where the model is narrower
     narrow = width < 4
     norm = _Elementwise(36, 84, (8, 14), trained=92) if narrow else _Elementwise(28, 76, (6, 12), trained=92)
+    if layer_norm:
+        norm = alone["norm"]
     return {
         "norm": norm,
         "rope": _Elementwise(10.25 * width, 14.25 * width, (5, 7)),
@@ -131,7 +138,9 @@ class MicroBatch:
         self.blind = int(self.backward and not self.base_trains)
         # a calibration may have measured a CPU although the setup is for CUDA
         self.device = "cpu" if gpu.device == "cpu" else setup.device
-        self.moves = data_moves(setup.layers, self.width)
+        one_kernel_each = setup.layers == "surokit" or setup.engine != "eager"
+        layers = "surokit" if one_kernel_each else "transformers"
+        self.moves = data_moves(layers, self.width, layer_norm=shape.norm_bias)
         rows = loss_rows(self.tokens, shape.vocab, self.device, self.width, self.places.get("lm_head"))
         self.chunks = -(-self.tokens // rows) if setup.training and setup.logits == "fused" else 1
 
@@ -164,7 +173,9 @@ class MicroBatch:
         # matrices that a micro-batch touches (experts may see none of few tokens), and how often: once a chunk of the loss
         touched = min(float(p.count), max(1.0, active * self.tokens))
         pieces = self.chunks if head else 1
-        kernels = self._kernels(p, quantized, self.tokens * active / touched / pieces)
+        rows = self.tokens * active / touched / pieces
+        kernels = self._kernels(p, quantized, rows)
+        sizes = {"forward": (rows * p.n, p.k), "grad_input": (rows * p.k, p.n), "grad_weight": (float(p.n * p.k), rows)}
         chunked = head and self.backward and place is not None and (place.quantized > 0 or place.rank > 0)
         repeated = 1.0 if chunked else p.recompute / p.forward
         # a grouped product serves a block's experts with one launch
@@ -184,6 +195,7 @@ class MicroBatch:
                 kernel.bytes * touched * pieces * share,
                 kernel.launches * launched * pieces * share,
                 kernel.kind,
+                *sizes.get(kernel.part, (0.0, 0.0)),
             )
             yield load
             if kernel.step == "forward" and repeated:

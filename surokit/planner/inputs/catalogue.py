@@ -37,7 +37,7 @@ _VARIANT = re.compile(r"-(?:instruct|it|chat|base|hf|pt)(?=-|$)|^meta-")
 @dataclass(frozen=True)
 class Known:
     """A Known is a model whose shape is known: its name on the Hub, the fields of its config.json that a plan reads, the number of
-    parameters that was published, and the source of both."""
+    parameters that was published (0: none), and the source of both."""
 
     name: str
     config: Mapping[str, Any]
@@ -48,8 +48,14 @@ class Known:
 @cache
 def known() -> Mapping[str, Known]:
     """Return every known model by its name on the Hub, in the order of models.csv."""
-    text = files("surokit.planner.inputs").joinpath("models.csv").read_text(encoding="utf-8")
-    return MappingProxyType({row["name"]: _read(row) for row in csv.DictReader(io.StringIO(text))})
+    return MappingProxyType(
+        read_rows(files("surokit.planner.inputs").joinpath("models.csv").read_text(encoding="utf-8"))
+    )
+
+
+def read_rows(text: str) -> dict[str, Known]:
+    """Read a table with the columns of models.csv; return its models by name."""
+    return {row["name"]: _read(row) for row in csv.DictReader(io.StringIO(text))}
 
 
 def find(name: str) -> Known | None:
@@ -74,7 +80,7 @@ def _key(name: str) -> str:
 
 
 def _read(row: Mapping[str, str]) -> Known:
-    config: dict[str, Any] = {field: int(row[column]) for column, field in _WORDS.items() if row[column]}
+    config: dict[str, Any] = {field: int(row[column]) for column, field in _WORDS.items() if row.get(column)}
     config |= {"model_type": row["model_type"], "tie_word_embeddings": row["tied"] == "yes"}
     config.setdefault("sliding_window", None)
-    return Known(row["name"], config, int(row["parameters"]), row["source"])
+    return Known(row["name"], config, int(row.get("parameters") or 0), row["source"])

@@ -10,13 +10,13 @@ contradict each other. It counts nothing.
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from surokit import arguments
 from surokit.fusion import Fusion, Recompute
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.planner.counts.flops import Attention, frozen, on_gpu, trained_parameters
-from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, Layers, Setup
+from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, Engine, Layers, Setup
 from surokit.planner.inputs.fusion import Transposed, read_fusion
 from surokit.planner.inputs.shape import Shape, built_here
 from surokit.planner.inputs.subject import Subject
@@ -32,6 +32,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "layers": (None, "surokit", "transformers"),
     "transposed": (None, "cached", "on the fly"),
     "zero": (0, 1, 2, 3),
+    "engine": (None, *get_args(Engine)),
 }
 _FLAGS = ("graphs", "master", "training", "offload_activations")
 
@@ -69,6 +70,7 @@ class Question:
     transposed: Transposed | None = None
     offload_weights: bool | int | None = None
     offload_activations: bool | None = None
+    engine: Engine | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -259,8 +261,20 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         prefetch=prefetch,
         offload_activations=bool(q.offload_activations),
         trained=trained,
+        engine=_read_engine(q, fusion),
     )
     return replace(setup, graphs=False) if setup.offloads else setup
+
+
+def _read_engine(q: Question, fusion: Fusion) -> Engine:
+    """Return who makes the kernels of a step: without an answer PyTorch, or what `fusion` fuses."""
+    if q.engine is None:
+        return "fused" if fusion.fuses else "eager"
+    if fusion.fuses and q.engine != "fused":
+        raise ValueError(
+            f"fusion= plans kernels that are fused by hand, and engine={q.engine!r} says otherwise: leave one out."
+        )
+    return q.engine
 
 
 def _read_prefetch(asked: bool | int | None, shape: Shape | None, device: str, trains: bool, optimizer: str) -> int:

@@ -48,7 +48,7 @@ class KernelRow:
     """A KernelRow is one kind of work in one pass of a step on one GPU: FLOPs, bytes, launches, and the time that each takes alone.
 
     `ms` is the largest of the three times and `bound` names it; `device_ms` leaves the launches out. `launch_ms` is None where
-    the cost of a launch is not known. `count` matrices or blocks share the row.
+    the cost of a launch is not known. `count` matrices or blocks share the row. `outputs` and `inner` are a product's, as in Load.
     """
 
     module: str
@@ -62,6 +62,8 @@ class KernelRow:
     compute_ms: float
     memory_ms: float
     launch_ms: float | None
+    outputs: float = 0.0
+    inner: float = 0.0
 
     @property
     def device_ms(self) -> float:
@@ -323,6 +325,8 @@ def _row(load: Load, rates: Rates) -> KernelRow:
         compute_ms=load.flop / tflops / 1e9,
         memory_ms=load.bytes / rates.bandwidth_tb_s / 1e9,
         launch_ms=None if rates.launch_us is None else load.launches * rates.launch_us / 1e3,
+        outputs=load.outputs,
+        inner=load.inner,
     )
 
 

@@ -1,0 +1,197 @@
+"""Likely times: what they are made of, what they are fitted to, and how far from published runs they are.
+
+The errors of runs that were left out of the fit stand in docs/measurements/published.json, which `python -m surokit.bench
+published` writes; here they are held to bars, and the shipped factors to the file.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import surokit as sk
+from surokit.bench import published
+from surokit.hardware.gpus import Ceilings, find_gpu
+from surokit.planner.compare.runs import PublishedRun, read_runs
+from surokit.planner.times import likely
+from tests.refusals import refused
+
+RAW = json.loads((Path(__file__).parents[2] / "docs/measurements/published.json").read_text())
+RUNS = RAW["published"]
+STATED = [row for row in RUNS if not row["assumed"]]
+
+
+def errors(rows, of="left_out_ms"):
+    return sorted(published.error(row, of) for row in rows)
+
+
+def at(values, share):
+    return values[math.ceil(share * len(values)) - 1]
+
+
+# -- the runs
+
+
+def test_runs_say_where_they_are_from():
+    runs = read_runs()
+    assert len(runs) == 543
+    assert all("@" in run.source or "huggingface.co" in run.source for run in runs)
+    assert {run.engine for run in runs} == {"eager", "compiled", "fused"}
+    assert {name for run in runs for name in run.assumed} <= {f.name for f in fields(PublishedRun)}
+    assert len(set(runs)) > 0.97 * len(runs)  # a few were measured twice
+
+
+def test_most_runs_are_expressed_and_the_others_say_why_not():
+    runs = read_runs()
+    why_not = Counter(run.why_not.partition(":")[0] for run in runs if run.why_not)
+    assert len(runs) - why_not.total() >= 0.64 * len(runs)
+    assert (
+        why_not["expert parallelism"] + why_not["on the host"] + why_not["the batch or the length is not stated"] > 100
+    )
+    spread = next(run for run in runs if run.ep)
+    with refused(ValueError):
+        sk.plan(**spread.arguments)
+
+
+def test_one_run_is_planned_as_it_was():
+    run = next(
+        run for run in read_runs() if run.where == "llmq H100x1" and run.model == "qwen2.5-3b" and run.recipe == "fp8"
+    )
+    plan = sk.plan(**run.arguments)
+    assert plan.setup.engine == "fused"
+    assert plan.setup.fusion.fuses
+    assert plan.flops_per_step == pytest.approx(512 * 1024 * plan.flops_per_token)
+    assert plan.likely.step_ms == pytest.approx(512 * 1024 / run.tokens_per_s * 1e3, rel=0.1)
+    assert plan.likely.low_ms < plan.likely.step_ms < plan.likely.high_ms
+
+
+def test_a_file_of_runs_is_judged_by_the_shipped_factors(tmp_path):
+    lines = Path(published.read_runs.__code__.co_filename).with_name("runs.csv").read_text().splitlines()
+    file = tmp_path / "mine.csv"
+    file.write_text("\n".join([lines[0], *(line for line in lines if "InternEvo" in line)][:8]) + "\n")
+    data = published.run(file)
+    assert len(data["published"]) == 7
+    assert all(row["left_out_ms"] == row["likely_ms"] for row in data["published"])
+    assert "InternEvo train_performance" in published.table(data)
+
+
+# -- the raw file
+
+
+def test_the_shipped_factors_are_those_of_the_raw_file():
+    found, why_not = published.measured(read_runs()[::6])
+    assert why_not
+    rows = {row["line"]: row for row in RUNS}
+    for m in found:
+        row = rows[2 + 6 * (m.line - 2)]
+        assert row["measured_ms"] == pytest.approx(m.ms, abs=1e-3)
+        assert m.plan.likely.step_ms == pytest.approx(row["likely_ms"], rel=2e-3)
+
+
+def test_errors_of_runs_that_were_left_out():
+    assert median(errors(RUNS)) <= 0.12
+    assert median(errors(STATED)) <= 0.12
+    assert at(errors(STATED), 0.9) <= 0.25
+    assert at(errors(RUNS), 0.9) <= 0.30
+
+
+def test_the_interval_holds_most_runs_and_is_narrow():
+    for rows in (RUNS, STATED):
+        within = sum(row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows) / len(rows)
+        assert 0.7 <= within <= 0.9
+        assert median(row["high_ms"] / row["low_ms"] for row in rows) <= 1.5
+
+
+def test_runs_of_a_table_keep_their_order():
+    tables = {where: [row for row in RUNS if row["where"] == where] for where in {row["where"] for row in RUNS}}
+    orders = [order for rows in tables.values() if (order := published.order(rows)) is not None]
+    assert len(orders) >= 8
+    assert median(orders) >= 0.8
+
+
+def test_hardly_a_run_is_faster_than_the_datasheet():
+    """Two are, of models whose activations stay in the cache of the GPU."""
+    faster = [row for row in RUNS if row["measured_ms"] < row["bound_ms"]]
+    assert {row["where"] for row in faster} <= {"llmq 4090x1", "llmq 5060Ti"}
+    assert all(row["measured_ms"] > 0.85 * row["bound_ms"] for row in faster)
+
+
+# -- the fit
+
+
+def test_a_fit_finds_the_factors_that_times_were_made_with():
+    found, _ = published.measured([run for run in read_runs() if run.where.startswith(("llmq", "fms"))])
+    reached = dict(likely.read_reached(published.REACHED.read_text()))
+    reached["products", "H100"] *= 1.2
+    made = [replace(m, ms=published.predicted_ms(m, reached)) for m in found]
+    again = published.fit(made)
+    for m in made:
+        assert published.predicted_ms(m, again) == pytest.approx(m.ms, rel=0.04)
+
+
+def test_sources_weigh_the_same():
+    found, _ = published.measured([run for run in read_runs() if run.where in ("llmq H100x1", "fms-fsdp README")])
+    sums = Counter()
+    for m, weight in zip(found, published.weights(found)):
+        sums[m.run.where] += weight**2
+    assert sums["llmq H100x1"] == pytest.approx(sums["fms-fsdp README"])
+
+
+# -- the plan
+
+
+def test_a_likely_step_is_longer_than_the_datasheets():
+    plan = sk.plan("llama-3.1-8b", gpu="H100", batch=2, length=4096)
+    assert plan.likely.step_ms > 1.2 * plan.estimate.step_ms
+    assert plan.likely.tokens_per_s == pytest.approx(8192 / plan.likely.step_ms * 1e3)
+    assert plan.likely.tflops == pytest.approx(plan.flops_per_step / plan.likely.step_ms / 1e9)
+    assert "published runs of H100, eager" in plan.likely.how
+    low, high = plan.likely.spread
+    assert 0.7 < low < 1 < high < 1.5
+    assert any(line.term == "step, likely" and line.kind == "prediction" for line in plan.lines())
+
+
+def test_engines_order_a_step():
+    """Composed norms and a launch for each take longer than one kernel each, and that longer than what is fused."""
+    given = {"gpu": "H100", "batch": 1, "length": 512}
+    eager, compiled, fused = (
+        sk.plan("qwen3-0.6b", engine=engine, layers="transformers", **given).likely.step_ms
+        for engine in ("eager", "compiled", "fused")
+    )
+    assert eager > compiled > fused
+
+
+def test_a_gpu_without_a_published_run_has_the_factors_of_any():
+    plan = sk.plan("llama-3.1-8b", gpu="A40", batch=1, length=2048)
+    assert plan.likely.how == "no published run of A40, eager"
+    assert plan.likely.step_ms > plan.estimate.step_ms
+
+
+def test_there_is_no_likely_time_where_rates_predict_by_themselves():
+    ceilings = Ceilings("here", bf16_tflops=700, bandwidth_tb_s=3, launch_us=4)
+    mine = replace(find_gpu("H100"), ceilings=ceilings)
+    given = {"batch": 1, "length": 2048}
+    measured = sk.plan("llama-3.1-8b", gpu=mine, **given)
+    assert measured.likely is None
+    with refused(ValueError):
+        likely.likely_step(measured.estimate, mine, "eager")
+    assert sk.plan("llama-3.1-8b", gpu="H100", training=False, **given).likely is None
+    assert sk.plan("llama-3.1-8b", gpu="H100").likely is None
+
+
+def test_an_engine_that_contradicts_is_refused():
+    for given in ({"engine": "compiled", "fusion": "fused"}, {"engine": "jax"}):
+        with refused(ValueError):
+            sk.plan("llama-3.1-8b", **given)
+
+
+def test_a_layer_norm_is_one_kernel():
+    """torch has LayerNorm as one, where transformers composes RMSNorm."""
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 1000}
+    plan = sk.plan(gpt2, gpu="H100", batch=1, length=512)
+    rows = [row for row in plan.estimate.rows if row.module == "norm" and row.step == "forward"]
+    assert sum(row.launches for row in rows) == 4
