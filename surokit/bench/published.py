@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,32 +134,9 @@ class _Unknowns:
         """Return the factors of runs, as arrays."""
         import numpy as np
 
-        padded = np.append(x, 0.0)  # a factor that is not fitted is one
-
-        def of(term: str, name: Callable[[Measured], str]) -> Array:
-            return np.exp(padded[[self.index.get((term, name(m)), -1) for m in runs]])
-
-        def engine(m: Measured) -> str:
-            return m.run.engine
-
-        def alone(term: str) -> Any:
-            return np.exp(x[self.index[term, ANY]])
-
-        return Factors(
-            products=of("products", lambda m: m.gpu.name) * of("products", engine),
-            tails=alone("tails"),
-            short=alone("short"),
-            attention=of("attention", lambda m: likely.architecture(m.gpu))
-            * of("attention", lambda m: "fused" if m.run.engine == "fused" else "pytorch"),
-            memory=of("memory", engine),
-            quantization=alone("quantization"),
-            adapter=alone("adapter"),
-            optimizer=alone("optimizer"),
-            gap_us=alone("gap_us"),
-            host_us=of("host_us", engine),
-            link=alone("link"),
-            constant_ms=alone("constant_ms"),
-        )
+        factors = np.exp(np.append(x, 0.0))  # the last is one, of what is not fitted
+        names = [likely.names_of(m.gpu, m.run.engine) for m in runs]
+        return likely.gather(lambda term, kind: factors[[self.index.get((term, each[kind]), -1) for each in names]])
 
     def reached(self, x: Array) -> dict[tuple[str, str], float]:
         """Return the factors as reached.csv has them; those of any GPU are the middle of the prior."""
@@ -207,7 +184,7 @@ def fit(runs: Sequence[Measured]) -> dict[tuple[str, str], float]:
 
 def predicted_ms(m: Measured, reached: Reached) -> float:
     """Return the likely ms of a run's step with these factors."""
-    return float(likely.step_ms(m.terms, likely.factors_for(m.gpu, m.run.engine, reached)))  # type: ignore[arg-type]
+    return float(likely.step_ms(m.terms, likely.factors_for(m.gpu, m.run.engine, reached)))
 
 
 def left_out(runs: Sequence[Measured]) -> list[tuple[float, bool]]:

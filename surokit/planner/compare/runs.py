@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from surokit.hardware.gpus import find_gpu
+from surokit.planner.counts.memory import Engine
 from surokit.planner.inputs import catalogue
 from surokit.planner.inputs.configs import read_shape
 from surokit.planner.inputs.shape import built_here
@@ -57,7 +58,7 @@ class PublishedRun:
     pp: int | None
     ep: int | None
     between_gb_s: float | None
-    engine: str
+    engine: Engine
     tokens_per_s: float | None
     tflops: float | None
     memory_gib: float | None

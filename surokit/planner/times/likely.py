@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -172,23 +172,36 @@ Reached = Mapping[tuple[str, str], float]
 
 def factors_for(gpu: Gpu, engine: Engine, reached: Reached) -> Factors:
     """Return the factors of a kind of GPU and an engine; of a GPU without a published run, those of any."""
+    names = names_of(gpu, engine)
+    return gather(lambda term, kind: reached.get((term, names[kind]), reached[term, ANY]))
 
-    def of(term: str, name: str = ANY) -> float:
-        return reached.get((term, name), reached[term, ANY])
 
+def names_of(gpu: Gpu, engine: Engine) -> Mapping[str, str]:
+    """Return the names that factors have in reached.csv, by what a factor is of."""
+    return {
+        "gpu": gpu.name,
+        "architecture": architecture(gpu),
+        "engine": engine,
+        "attention": "fused" if engine == "fused" else "pytorch",
+        ANY: ANY,
+    }
+
+
+def gather(of: Callable[[str, str], Any]) -> Factors:
+    """Put factors together; `of` returns that of a term, and of what (`names_of`)."""
     return Factors(
-        products=of("products", gpu.name) * of("products", engine),
-        tails=of("tails"),
-        short=of("short"),
-        attention=of("attention", architecture(gpu)) * (1.0 if engine == "fused" else of("attention", "pytorch")),
-        memory=of("memory", engine),
-        quantization=of("quantization"),
-        adapter=of("adapter"),
-        optimizer=of("optimizer"),
-        gap_us=of("gap_us"),
-        host_us=of("host_us", engine),
-        link=of("link"),
-        constant_ms=of("constant_ms"),
+        products=of("products", "gpu") * of("products", "engine"),
+        tails=of("tails", ANY),
+        short=of("short", ANY),
+        attention=of("attention", "architecture") * of("attention", "attention"),
+        memory=of("memory", "engine"),
+        quantization=of("quantization", ANY),
+        adapter=of("adapter", ANY),
+        optimizer=of("optimizer", ANY),
+        gap_us=of("gap_us", ANY),
+        host_us=of("host_us", "engine"),
+        link=of("link", ANY),
+        constant_ms=of("constant_ms", ANY),
     )
 
 
