@@ -230,10 +230,13 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
         reached = fit(found)
         apart = left_out(found)
         weight = (weights(found) ** 2).tolist()
-        for of, pairs_seen in (("seen", (True,)), ("unseen", (True, False))):  # of those not seen alone there are few
-            chosen = [i for i, (_, pair) in enumerate(apart) if pair in pairs_seen]
+        for of, seen in (("seen", True), ("unseen", False)):
+            chosen = [i for i, (_, pair) in enumerate(apart) if pair == seen]
             ratios, w = [found[i].ms / apart[i][0] for i in chosen], [weight[i] for i in chosen]
             reached["low", of], reached["high", of] = quantile(ratios, w, LOW), quantile(ratios, w, HIGH)
+        # few are unseen: what is known less is no surer
+        reached["low", "unseen"] = min(reached["low", "seen"], reached["low", "unseen"])
+        reached["high", "unseen"] = max(reached["high", "seen"], reached["high", "unseen"])
         pairs = Counter(f"{m.gpu.name} {m.run.engine}" for m in found)
         reached |= {("runs", pair): float(n) for pair, n in sorted(pairs.items())}
         if write:
