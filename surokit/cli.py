@@ -193,7 +193,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--logits": "fused with the loss, or whole (as the layers do)",
         "--layers": "whose layers compute: surokit or transformers (surokit, where it has them)",
         "--fusion": "operations computed together, as sk.fuse does: none or fused (none)",
-        "--engine": "who makes the kernels, for the likely time: eager, compiled or fused (fused with --fusion, else eager)",
+        "--engine": "who makes the kernels, for times: eager, compiled or fused (fused with --fusion, else eager)",
         "--transposed": "W' of frozen quantized weights, with --fusion fused: cached, or 'on the fly'",
     }.items():
         given.add_argument(name, metavar="NAME", help=text)

@@ -3,10 +3,11 @@
     python -m surokit.bench published --out docs/measurements/published.json --write     fits, and writes hardware/reached.csv
     python -m surokit.bench published --runs mine.csv                                    judges the shipped factors by other runs
 
-Each source weighs the same, however many runs it has, and the loss is robust (soft L1), since some published figures are wrong. A
-run's left-out prediction comes from a fit without its source where its GPU has other sources, and without its model where it has
-none. Factors are held near what physics suggests where few runs say something: `_PRIORS` has the middle of each and how far,
-in logs, one standard deviation is.
+Each source (a file) weighs the same, however many runs it has, and the loss is robust (soft L1), since some published figures are
+wrong. A run's left-out prediction comes from a fit without its source where its GPU has other sources, and without its model where
+it has none; its interval is that of the other sources' runs. Files of one publisher are alike, so that a second prediction leaves
+out all that the publisher has: that is how a new engine is met. Factors are held near what physics suggests where few runs say
+something: `_PRIORS` has the middle of each and how far, in logs, one standard deviation is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 REACHED = Path(likely.__file__).parents[2] / "hardware" / "reached.csv"
-SCALE = 0.08  # of a run's error in logs: below it errors count squared, above it by their size
+SCALE = 0.08  # of a run's error in logs; from about half more on, errors count by their size and not squared
 # (middle, standard deviation in logs) by term; a factor of an engine stands beside that of a GPU or an architecture
 _PRIORS: Mapping[str, tuple[float, float]] = {
     "products": (1.2, 0.12),
@@ -139,7 +140,7 @@ class _Unknowns:
         return likely.gather(lambda term, kind: factors[[self.index.get((term, each[kind]), -1) for each in names]])
 
     def reached(self, x: Array) -> dict[tuple[str, str], float]:
-        """Return the factors as reached.csv has them; those of any GPU are the middle of the prior."""
+        """Return the factors as reached.csv has them; those of any GPU are the mean of the others', in logs."""
         found = {name: math.exp(value) for name, value in zip(self.names, x)}
         for term in ("products", "attention"):
             known = [found[name] for name in self.names if name[0] == term and name[1] not in (*_ENGINES, "pytorch")]
@@ -187,14 +188,17 @@ def predicted_ms(m: Measured, reached: Reached) -> float:
     return float(likely.step_ms(m.terms, likely.factors_for(m.gpu, m.run.engine, reached)))
 
 
-def left_out(runs: Sequence[Measured]) -> list[tuple[float, bool]]:
-    """Predict each run from a fit without it and its like; return (likely ms, True if the fit has its GPU and engine) of each."""
-    sources = defaultdict(set)
+def left_out(runs: Sequence[Measured], of: Callable[[PublishedRun], str]) -> list[tuple[float, bool]]:
+    """Predict each run from a fit without its like; return (likely ms, True if the fit has its GPU and engine) of each.
+
+    of: a run's source or publisher, of which its like are all runs, or those of its model where the GPU has no other.
+    """
+    others = defaultdict(set)
     for m in runs:
-        sources[m.gpu.name].add(m.run.where)
+        others[m.gpu.name].add(of(m.run))
 
     def group(m: Measured) -> tuple[str, str]:
-        return (m.run.where, "" if len(sources[m.gpu.name]) > 1 else m.run.model)
+        return (of(m.run), "" if len(others[m.gpu.name]) > 1 else m.run.model)
 
     found: dict[int, tuple[float, bool]] = {}
     for out in dict.fromkeys(map(group, runs)):
@@ -224,19 +228,18 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
     """Plan, fit and judge the published runs, or judge those of another file by the shipped factors; return the raw result."""
     from surokit.environment import environment
 
+    if write and runs is not None:
+        raise ValueError(
+            "--write writes what is fitted to the runs of surokit, and --runs judges others: leave one of them out."
+        )
     every = read_runs(runs)
     found, why_not = measured(every)
     if runs is None:
         reached = fit(found)
-        apart = left_out(found)
-        weight = (weights(found) ** 2).tolist()
-        for of, seen in (("seen", True), ("unseen", False)):
-            chosen = [i for i, (_, pair) in enumerate(apart) if pair == seen]
-            ratios, w = [found[i].ms / apart[i][0] for i in chosen], [weight[i] for i in chosen]
-            reached["low", of], reached["high", of] = quantile(ratios, w, LOW), quantile(ratios, w, HIGH)
-        # few are unseen: what is known less is no surer
-        reached["low", "unseen"] = min(reached["low", "seen"], reached["low", "unseen"])
-        reached["high", "unseen"] = max(reached["high", "seen"], reached["high", "unseen"])
+        apart = left_out(found, lambda run: run.where)
+        new = [ms for ms, _ in left_out(found, lambda run: run.publisher)]
+        reached |= spread(found, apart)
+        spreads = [spread(found, apart, without=m.run.where) for m in found]
         pairs = Counter(f"{m.gpu.name} {m.run.engine}" for m in found)
         reached |= {("runs", pair): float(n) for pair, n in sorted(pairs.items())}
         if write:
@@ -244,6 +247,7 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
     else:
         reached = dict(likely.read_reached(REACHED.read_text(encoding="utf-8")))
         apart = [(predicted_ms(m, reached), ("runs", f"{m.gpu.name} {m.run.engine}") in reached) for m in found]
+        spreads, new = [reached] * len(found), [ms for ms, _ in apart]
     return {
         "benchmark": "published runs: likely time beside what was measured",
         "settings": {
@@ -251,12 +255,31 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
             "expressed": len(found),
         },
         "environment": environment(),
-        "published": [_row(m, predicted_ms(m, reached), *each, reached) for m, each in zip(found, apart)],
+        "published": [
+            _row(m, predicted_ms(m, reached), *each, new_ms, ends)
+            for m, each, new_ms, ends in zip(found, apart, new, spreads)
+        ],
         "not expressed": dict(Counter(f"{every[i].where}: {why}" for i, why in why_not.items()).most_common()),
     }
 
 
-def _row(m: Measured, ms: float, apart_ms: float, seen: bool, reached: Reached) -> dict[str, Any]:
+def spread(
+    runs: Sequence[Measured], apart: Sequence[tuple[float, bool]], without: str = ""
+) -> dict[tuple[str, str], float]:
+    """Return the low and the high end of the interval, times a likely time, for runs whose GPU and engine the fit has seen and for
+    others: p10 and p90 of measured over left-out times. `without` leaves a source's runs out."""
+    weight, found = weights(runs) ** 2, {}
+    for of, seen in (("seen", True), ("unseen", False)):
+        chosen = [i for i, m in enumerate(runs) if apart[i][1] == seen and m.run.where != without]
+        ratios, w = [runs[i].ms / apart[i][0] for i in chosen], [float(weight[i]) for i in chosen]
+        found["low", of], found["high", of] = quantile(ratios, w, LOW), quantile(ratios, w, HIGH)
+    # few are unseen: what is known less is no surer
+    found["low", "unseen"] = min(found["low", "seen"], found["low", "unseen"])
+    found["high", "unseen"] = max(found["high", "seen"], found["high", "unseen"])
+    return found
+
+
+def _row(m: Measured, ms: float, apart_ms: float, seen: bool, new_ms: float, reached: Reached) -> dict[str, Any]:
     of = "seen" if seen else "unseen"
     assert m.plan.estimate is not None
     return {
@@ -268,6 +291,7 @@ def _row(m: Measured, ms: float, apart_ms: float, seen: bool, reached: Reached) 
         "measured_ms": round(m.ms, 3),
         "likely_ms": round(ms, 3),
         "left_out_ms": round(apart_ms, 3),
+        "without_publisher_ms": round(new_ms, 3),
         "low_ms": round(apart_ms * reached["low", of], 3),
         "high_ms": round(apart_ms * reached["high", of], 3),
         "bound_ms": round(m.plan.estimate.step_ms, 3),
@@ -288,10 +312,21 @@ def error(row: Mapping[str, Any], of: str = "left_out_ms") -> float:
 
 def table(data: Mapping[str, Any]) -> str:
     """Make a Markdown table: a row a source, and one for all."""
-    head = ["source", "runs", "error", "9 of 10", "in the fit", "within", "high / low", "order", "below the bound"]
+    head = [
+        "source",
+        "runs",
+        "error",
+        "9 of 10",
+        "without publisher",
+        "in the fit",
+        "within",
+        "high / low",
+        "order",
+        "below the bound",
+    ]
     rows = [_judged(where, [r for r in data["published"] if r["where"] == where]) for where in _sources(data)]
     stated = [r for r in data["published"] if not r["assumed"]]
-    rows += [_judged("all", data["published"]), _judged("all that state every field", stated)]
+    rows += [_judged("all", data["published"]), _judged("all that state every column", stated)]
     return markdown(data, head, rows)
 
 
@@ -355,7 +390,10 @@ def _judged(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         str(len(rows)),
         f"{quantile(errors, ones, 0.5):.0%}",
         f"{quantile(errors, ones, 0.9):.0%}",
-        f"{quantile([error(row, 'likely_ms') for row in rows], ones, 0.5):.0%}",
+        *(
+            f"{quantile([error(row, of) for row in rows], ones, 0.5):.0%}"
+            for of in ("without_publisher_ms", "likely_ms")
+        ),
         f"{within:.0%}",
         f"{width:.2f}",
         "" if (same := order(rows)) is None else f"{same:.2f}",

@@ -145,6 +145,8 @@ class Launch:
                         if self._asked or not saves:
                             raise
                         self._let_end()
+                if heard and not self._asked:  # it came while they ended
+                    self._let_end()
         except BaseException:
             self.kill()
             raise

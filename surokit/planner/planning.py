@@ -18,7 +18,6 @@ from surokit import units
 from surokit.fusion import Recompute
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.machine import machine_gib, room_for_decoded
-from surokit.hardware.rates import rates_of
 from surokit.planner import picture
 from surokit.planner.compare import check as checking
 from surokit.planner.compare.check import Check
@@ -119,8 +118,11 @@ class Plan:
 
     @cached_property
     def likely(self) -> Likely | None:
-        """Predict the time of a step by what published runs reached, with its interval; None where `estimate` is None, where rates
-        were measured, which predict by themselves, on a CPU, and without training."""
+        """Predict the time of a step by what published runs reached, with its interval.
+
+        None where `estimate` is None, where rates were measured, which predict by themselves, on a CPU, without training, and for
+        mixtures of experts: what is published of these is too little.
+        """
         if not self.has_likely or self.estimate is None or self.gpu is None:
             return None
         return likely_step(self.estimate, self.gpu, self.setup.engine)
@@ -128,11 +130,10 @@ class Plan:
     @property
     def has_likely(self) -> bool:
         """True if a likely time of a step can be told; unlike `likely` it counts nothing."""
-        gpu, setup = self.gpu, self.setup
-        if gpu is None or not setup.training or setup.device == "cpu":
+        gpu, setup, shape = self.gpu, self.setup, self.shape
+        if gpu is None or gpu.ceilings is not None or not setup.training or setup.device == "cpu":
             return False
-        known = not why_no_estimate(self.shape, self.compute, setup, gpu)
-        return known and not isinstance(rates := rates_of(gpu, setup.dtype), str) and not rates.measured
+        return shape is not None and shape.experts is None and not why_no_estimate(shape, self.compute, setup, gpu)
 
     @property
     def likely_days(self) -> tuple[float, float, float] | None:
@@ -393,8 +394,8 @@ def plan(
     offload_weights     True, or how many are fetched ahead: the weights of blocks wait on the host (sk.offload_weights), and each
                 block is computed again in backward
     offload_activations     True: what backward needs waits on the host (sk.offload_activations)
-    engine      who makes the kernels, for the likely time: "eager" PyTorch, "compiled" by torch.compile, or "fused" by hand;
-                without it "fused" where `fusion` fuses, else "eager"
+    engine      who makes the kernels, for times (memory is that of eager PyTorch): "eager" PyTorch, "compiled" by torch.compile,
+                or "fused" by hand; without it "fused" where `fusion` fuses, else "eager"
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """

@@ -155,7 +155,7 @@ def plan_answers(plan: Plan) -> Iterator[str]:
         if plan.price is not None:
             gpu_hours = [each * 24 * plan.setup.gpus for each in found]
             usd = units.span(gpu_hours[1] * plan.price.low, gpu_hours[2] * plan.price.high, "USD")
-            yield f"Likely costs {usd}: {units.value(gpu_hours[0], 'GPU hours')} at {plan.price}"
+            yield f"Likely costs {usd}: {units.span(gpu_hours[1], gpu_hours[2], 'GPU hours')} at {plan.price}"
     elif t.floor_days is not None:
         yield f"Takes at least {units.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
     elif t.step_ms is not None:

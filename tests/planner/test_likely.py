@@ -53,13 +53,14 @@ def test_runs_say_where_they_are_from():
 def test_most_runs_are_expressed_and_the_others_say_why_not():
     runs = read_runs()
     why_not = Counter(run.why_not.partition(":")[0] for run in runs if run.why_not)
-    assert len(runs) - why_not.total() >= 0.64 * len(runs)
+    assert len(runs) - why_not.total() >= 0.63 * len(runs)
     assert (
         why_not["expert parallelism"] + why_not["on the host"] + why_not["the batch or the length is not stated"] > 100
     )
     spread = next(run for run in runs if run.ep)
     with refused(ValueError):
         planned(**spread.arguments)
+    assert why_not["a mixture of experts"] > 5
 
 
 def test_one_run_is_planned_as_it_was():
@@ -106,7 +107,13 @@ def test_errors_of_runs_that_were_left_out():
     assert at(errors(RUNS), 0.9) <= 0.30
 
 
+def test_a_new_publisher_is_met_as_well():
+    assert median(errors(RUNS, "without_publisher_ms")) <= 0.12
+    assert at(errors(STATED, "without_publisher_ms"), 0.9) <= 0.30
+
+
 def test_the_interval_holds_most_runs_and_is_narrow():
+    """Each is held to an interval that was made without its source."""
     for rows in (RUNS, STATED):
         within = sum(row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows) / len(rows)
         assert 0.7 <= within <= 0.9
@@ -172,6 +179,20 @@ def test_engines_order_a_step():
     assert eager > compiled > fused
 
 
+def test_in_cuda_graphs_the_host_launches_nothing():
+    given = {"gpu": "H100", "batch": 1, "length": 256, "fusion": "fused"}
+    eager, graphs = (planned("qwen3-0.6b", graphs=graphs, **given).likely.step_ms for graphs in (False, True))
+    assert graphs < eager
+
+
+def test_communication_that_is_not_known_is_said():
+    given = {"gpu": "H100", "gpus": 64, "zero": 3, "batch": 1, "length": 2048}
+    without, known = planned("llama-3.1-8b", **given), planned("llama-3.1-8b", between_gb_s=50, **given)
+    assert without.likely.how.endswith(", without communication, whose rate is not known")
+    assert known.likely.how.endswith(" published runs of H100, eager")
+    assert known.likely.step_ms > without.likely.step_ms
+
+
 def test_a_gpu_without_a_published_run_has_the_factors_of_any():
     plan = planned("llama-3.1-8b", gpu="A40", batch=1, length=2048)
     assert plan.likely.how == "no published run of A40, eager"
@@ -184,6 +205,10 @@ def test_there_is_no_likely_time_where_rates_predict_by_themselves():
     given = {"batch": 1, "length": 2048}
     measured = planned("llama-3.1-8b", gpu=mine, **given)
     assert measured.likely is None
+    assert (
+        planned("llama-3.1-8b", gpu=replace(mine, ceilings=Ceilings("here", bf16_tflops=700)), **given).likely is None
+    )
+    assert planned("mixtral-8x7b-v0.1", gpu="H100", **given).likely is None
     with refused(ValueError):
         likely.likely_step(measured.estimate, mine, "eager")
     assert planned("llama-3.1-8b", gpu="H100", training=False, **given).likely is None

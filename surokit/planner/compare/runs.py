@@ -74,6 +74,11 @@ class PublishedRun:
         return f"{name} {path.rpartition('/')[2].partition('.')[0]}".strip()
 
     @property
+    def publisher(self) -> str:
+        """Return the repository, without the commit: runs of one are alike in more than their columns say."""
+        return self.source.partition(":")[0].partition("@")[0]
+
+    @property
     def why_not(self) -> str:
         """Say what of the run a plan cannot express; "" where it can."""
         if self.gpus is None or self.batch is None or self.length is None:
@@ -93,6 +98,8 @@ class PublishedRun:
             return f"the model {self.model}"
         recipe = self.recipe if self.recipe != "bf16" else ""
         is_gpt2 = isinstance(config, dict) and config["model_type"] == "gpt2"
+        if read_shape(config)[0].experts is not None:
+            return "a mixture of experts"
         return f"{recipe} of a GPT-2, whose matrices recipes do not reach" if recipe and is_gpt2 else ""
 
     @property

@@ -16,7 +16,7 @@ adapter adds a reader, and its own sum to the output. `transformers` composes no
 operators; their bytes an element were counted through torch's dispatcher, and a test counts them again.
 
 That is the eager step, one operation after the other; fused_traffic.py has the one that `Setup.fusion` computes together. CUDA
-graphs change what a launch costs, not how many kernels there are (roofline.py); torch.compile is not planned.
+graphs change what a launch costs, not how many kernels there are (roofline.py). torch.compile is planned as one kernel for each.
 
 Fused attention reads query, key and value and writes its output; its backward computes the scores again, one product more than
 model FLOPs count (FlashAttention, arXiv 2205.14135), so its FLOPs here are 5/4 of these.

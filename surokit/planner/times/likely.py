@@ -4,7 +4,7 @@ The estimate of roofline.py is what a step could take: each kernel at the datash
 that published runs of the same kind of GPU and engine reached, and adds what stands between kernels:
 
     device  products x p + attention x a + bytes x m + gap x kernels, each factor fitted
-    p       (1 + t x part of a wave of tiles that a product leaves idle + s / length that it contracts)
+    p       grows with t / number of waves of tiles of a product (at most t), and with s / length that it contracts
     step    (device^4 + host^4)^(1/4) + c x communication + k        host: a time a launch; the longer of the two decides
 
 Factors are of a kind of GPU (products), of an architecture (attention), and of an engine: "eager" PyTorch, "compiled" by
@@ -28,6 +28,7 @@ from surokit.planner.counts.memory import Engine
 from surokit.planner.times.roofline import Estimate
 
 ANY = "any"  # in reached.csv: of what no published run has
+_OTHER = "other"  # architecture of GPUs without a compute capability
 _PRODUCTS = ("forward", "grad_input", "grad_weight")
 _TILE = 128 * 256  # outputs that one multiprocessor computes at a time, in the kernels of large products
 _SMS = 132  # of a GPU whose number is not known
@@ -36,11 +37,12 @@ _STEP = 128  # of the contracted length
 
 @dataclass(frozen=True)
 class Terms:
-    """A Terms holds what a step's time is made of, in ms at the datasheet's rates; `launches` is a number of kernels.
+    """A Terms holds what a step's time is made of, in ms at the datasheet's rates.
 
-    products        of linear layers and the head; `unhidden`: bytes of these beyond their FLOPs; `tails` times the part of a wave
-                    of tiles that is a product's last, at most one; `short` over the contracted length, in steps of 128
-    attention       FLOPs at the dense peak of plain products
+    products        of linear layers and the head; `unhidden`: bytes of these beyond their FLOPs; `tails` over the number of waves
+                    of tiles, at most one; `short` over the contracted length, in steps of 128
+    attention       FLOPs at the rate of plain products
+    launches        number of kernels; `launched`: of these by the host, none in CUDA graphs
     """
 
     products: float = 0.0
@@ -53,6 +55,7 @@ class Terms:
     adapter: float = 0.0
     optimizer: float = 0.0
     launches: float = 0.0
+    launched: float = 0.0
     communication: float = 0.0
 
 
@@ -112,9 +115,9 @@ class Likely:
 
 
 def likely_step(estimate: Estimate, gpu: Gpu, engine: Engine) -> Likely:
-    """Return the likely time of an estimated step at a datasheet's rates. Raises ValueError for rates that were measured, which
-    predict by themselves."""
-    if estimate.rates.measured:
+    """Return the likely time of a step that was estimated at a datasheet's rates. Raises ValueError where rates were measured,
+    which predict by themselves."""
+    if gpu.ceilings is not None:
         raise ValueError(f"The rates of {gpu.name} were measured: its estimate is a prediction already.")
     reached = _reached()
     ms = float(step_ms(terms_of(estimate, gpu), factors_for(gpu, engine, reached)))
@@ -125,6 +128,8 @@ def likely_step(estimate: Estimate, gpu: Gpu, engine: Engine) -> Likely:
         if seen
         else f"no published run of {gpu.name}, {engine}"
     )
+    if estimate.communication.bytes and estimate.communication.ms is None:
+        how += ", without communication, whose rate is not known"
     return Likely(ms, ms * low, ms * high, estimate.tokens, estimate.model_flop, how)
 
 
@@ -139,11 +144,12 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
             found["short"] += row.compute_ms * _STEP / (row.inner or 1.0)
             found["unhidden"] += max(0.0, row.memory_ms - row.compute_ms)
         elif row.group == "attention":
-            found["attention"] += row.flop / (estimate.peak_tflops or 1.0) / 1e9
+            found["attention"] += row.flop / estimate.rates.products[None] / 1e9
         elif row.group in ("quantization", "adapter", "optimizer"):
             found[row.group] += row.device_ms
         else:
             found["elementwise"] += row.device_ms
+    found["launched"] = 0.0 if estimate.rates.graphs else found["launches"]
     found["communication"] = estimate.communication.ms or 0.0
     return Terms(**found)
 
@@ -159,7 +165,7 @@ def step_ms(t: Terms, f: Factors) -> Any:
         + t.optimizer * f.optimizer
         + t.launches * f.gap_us / 1e3
     )
-    host = t.launches * f.host_us / 1e3
+    host = t.launched * f.host_us / 1e3
     return (device**4 + host**4) ** 0.25 + t.communication * f.link + f.constant_ms
 
 
@@ -206,8 +212,8 @@ def gather(of: Callable[[str, str], Any]) -> Factors:
 
 
 def architecture(gpu: Gpu) -> str:
-    """Return the name that attention's factor has for a GPU: the major number of its compute capability."""
-    return ANY if gpu.capability is None else f"sm{gpu.capability[0]}0"
+    """Return the name that attention's factor has for a GPU: the major number of its compute capability, "other" without."""
+    return _OTHER if gpu.capability is None else f"sm{gpu.capability[0]}0"
 
 
 def interval(gpu: Gpu, engine: Engine, reached: Reached) -> tuple[int, float, float]:
