@@ -64,7 +64,7 @@ _STAGED = 3  # ZenFlow's buffers on the device, which weights that go up use in 
 # A step of which this share of the GPU's memory is known to be taken is said to fit, whatever its activations take.
 AMPLE = 0.5
 # Beyond these a Host was given in other units: GB/s of a link, GiB, parameters a second.
-_MOST_GB_S, _MOST_GIB, _PARAMS_S = 1e4, 1e5, (1e5, 1e13)
+_MOST_GB_S, _MOST_GIB, _PARAMS_S = 1e4, 1e5, (1e3, 1e13)
 # Below this gain the synchronous way is taken: it computes exactly what AdamW does, and deferred columns do not.
 WORTH_DEFERRING = 1.05
 
