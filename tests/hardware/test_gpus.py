@@ -30,9 +30,9 @@ def test_every_row_has_its_source_and_figures_in_their_units():
         ranges = {
             "memory_gib": (8, 300),
             "bandwidth_tb_s": (0.2, 10),
-            "bf16_tflops": (50, 3000),
-            "fp8_tflops": (100, 6000),
-            "fp4_tflops": (1000, 12000),
+            "bf16_tflops": (40, 3000),
+            "fp8_tflops": (80, 6000),
+            "fp4_tflops": (300, 16000),
             "peer_gb_s": (16, 1000),
             "host_gb_s": (16, 500),
             "watts": (50, 1500),
