@@ -18,11 +18,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.planner.compare.runs import PublishedRun, read_runs
+from surokit.planner.counts.memory import Engine
 from surokit.planner.planning import Plan, plan
 from surokit.planner.times import likely
 from surokit.planner.times.likely import ANY, Factors, Reached, Terms
@@ -56,7 +57,7 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "link": (0.3, 0.5),
     "constant_ms": (3.0, 0.3),
 }
-_ENGINES = ("eager", "compiled", "fused")
+_ENGINES = get_args(Engine)
 LOW, HIGH = 0.1, 0.9
 _LEAST = 0.12  # of the picture's axis
 _SHOWN = ("engine", "measured_ms", "left_out_ms", "low_ms", "high_ms")
@@ -98,7 +99,8 @@ def measured(runs: Sequence[PublishedRun]) -> tuple[list[Measured], dict[int, st
             ms = estimate.tokens / (run.gpus or 1) / run.tokens_per_s * 1e3
         else:
             ms = estimate.model_flop / (run.tflops or 1.0) / 1e9
-        found.append(Measured(i + 2, run, planned, find_gpu(run.gpu), likely.terms_of(estimate, find_gpu(run.gpu)), ms))
+        gpu = find_gpu(run.gpu)
+        found.append(Measured(i + 2, run, planned, gpu, likely.terms_of(estimate, gpu), ms))
     return found, why_not
 
 
