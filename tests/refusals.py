@@ -118,13 +118,14 @@ class _Refusals:
         return f"`pytest {self.item.nodeid.partition('::')[0]} --write-refusals` writes what is said now: read the difference."
 
     def plain(self, message: str) -> str:
-        """The message without what differs between runs and machines: its folders, addresses, digests of weights."""
+        """The message without what differs between runs and machines: its folders, addresses, digests of weights, table of GPUs."""
         own = getattr(self.item, "funcargs", {}).get("tmp_path")
         message = re.sub(rf"{re.escape(str(self.item.config.stash[TEMPORARY]))}/[^/\s'\"`,;:)]+", "<tmp>", message)
         message = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w{{8}}", "<tmp>", message)
         message = message.replace(own.name, "<tmp>") if own else message
         message = re.sub(r"\b(weights?) [0-9a-f]{8}\b", r"\1 <digest>", message.replace(str(ROOT), "<root>"))
         message = re.sub(r"\b(127\.0\.0\.1:|port=)\d+", r"\1<port>", message)
+        message = re.sub(r"(?i)\b(known: )A10, [^;]+", r"\1<every GPU>", message)  # the table of GPUs grows
         return re.sub(r"\b0x[0-9a-f]{8,}", "<address>", message)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
