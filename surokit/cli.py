@@ -194,6 +194,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--layers": "whose layers compute: surokit or transformers (surokit, where it has them)",
         "--fusion": "operations computed together, as sk.fuse does: none or fused (none)",
         "--engine": "who makes the kernels, for times: eager, compiled or fused (fused with --fusion, else eager)",
+        "--attention-kernel": "who computes attention, for times: sdpa, flash3 or triton (as the engine has it)",
         "--transposed": "W' of frozen quantized weights, with --fusion fused: cached, or 'on the fly'",
     }.items():
         given.add_argument(name, metavar="NAME", help=text)
@@ -202,6 +203,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
     given.add_argument("--offload-weights", action="store_true", default=None, help="weights of blocks on the host")
     given.add_argument("--offload-activations", action="store_true", default=None, help="activations on the host")
+    in_backward = "each weight is updated as its gradient arrives"
+    given.add_argument("--optimizer-in-backward", action="store_true", default=None, help=in_backward)
     given.add_argument(
         "--inference", dest="training", action="store_false", default=None, help="a forward pass and its KV cache"
     )

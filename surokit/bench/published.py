@@ -24,9 +24,11 @@ from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.planner.compare.runs import PublishedRun, read_runs
 from surokit.planner.counts.memory import Engine
+from surokit.planner.inverse.offload_plan import with_offload
 from surokit.planner.planning import Plan, plan
 from surokit.planner.times import likely
 from surokit.planner.times.likely import ANY, Factors, Reached, Terms
+from surokit.tables import markdown_table
 from surokit.units import counted
 
 if TYPE_CHECKING:
@@ -36,16 +38,37 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 REACHED = Path(likely.__file__).parents[2] / "hardware" / "reached.csv"
-SCALE = 0.08  # of a run's error in logs; from about half more on, errors count by their size and not squared
+SCALE = 0.08  # of a run's error in logs
+LINEAR_FROM = 1.5  # times that, errors count by their size and not squared
 # (middle, standard deviation in logs) by term; a factor of an engine stands beside that of a GPU or an architecture
 _PRIORS: Mapping[str, tuple[float, float]] = {
+    # the largest products reach 80 to 87 % of the peak on A100 to B200, and 51 to 60 % on MI300X (ml-engineering, its table of
+    # maximum achievable matmul FLOPS)
     "products": (1.2, 0.12),
+    "products of MI300X": (1.8, 0.15),
+    "products of MI325X": (1.8, 0.15),
     "tails": (0.3, 0.5),
     "short": (1.0, 0.5),
     "products of eager": (1.08, 0.1),
     "products of compiled": (1.08, 0.1),
+    # FlashAttention's papers: the second version reaches 60 % of an A100's peak and 35 % of an H100's, the third 55 to 75 % of the
+    # latter, the fourth 71 % of a B200's; the first and its Triton kernel about half as much as the second
     "attention": (2.0, 0.3),
-    "attention of pytorch": (1.5, 0.3),
+    "attention of sm80 triton": (3.0, 0.3),
+    "attention of sm90 triton": (5.0, 0.3),
+    "attention of sm80 sdpa": (1.7, 0.1),
+    "attention of sm80 flash3": (1.6, 0.1),
+    "attention of sm89 sdpa": (1.2, 0.1),
+    "attention of sm89 flash3": (1.1, 0.1),
+    "attention of sm90 sdpa": (3.0, 0.1),
+    "attention of sm90 flash3": (1.8, 0.1),
+    "attention of sm100 sdpa": (2.3, 0.1),
+    "attention of sm100 flash3": (1.6, 0.1),
+    "attention of sm120 sdpa": (1.3, 0.1),
+    "attention of sm120 flash3": (1.2, 0.1),
+    "attention of other sdpa": (3.0, 0.3),
+    "attention of other flash3": (2.5, 0.3),
+    "brief": (0.7, 0.4),
     "memory": (1.25, 0.12),
     "quantization": (1.3, 0.4),
     "adapter": (1.5, 0.6),
@@ -54,11 +77,27 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "host_us of eager": (15.0, 0.3),
     "host_us of compiled": (8.0, 0.5),
     "host_us of fused": (6.0, 0.5),
+    "adapter_us": (15.0, 0.7),
     "link": (0.3, 0.5),
     "constant_ms": (3.0, 0.3),
+    "host_link": (0.75, 0.2),
+    "host_adam": (4e9, 0.5),
 }
+_OF_ANY = (
+    "tails",
+    "short",
+    "brief",
+    "quantization",
+    "optimizer",
+    "gap_us",
+    "link",
+    "constant_ms",
+    "host_link",
+    "host_adam",
+)
 _ENGINES = get_args(Engine)
 LOW, HIGH = 0.1, 0.9
+_DECIDES = {"recompute", "optimizer"}  # memory; where these are not stated none is compared
 _LEAST = 0.12  # of the picture's axis
 _SHOWN = ("engine", "measured_ms", "left_out_ms", "low_ms", "high_ms")
 
@@ -117,16 +156,13 @@ class _Unknowns:
 
     def __init__(self, runs: Sequence[Measured]) -> None:
         gpus = sorted({m.gpu.name for m in runs})
-        kinds = sorted({likely.architecture(m.gpu) for m in runs})
+        kernels = sorted({likely.names_of(m.gpu, m.plan.setup)["kernel"] for m in runs})
         self.names = [
             *(("products", name) for name in (*gpus, "eager", "compiled")),
-            *(("attention", name) for name in (*kinds, "pytorch")),
-            *(("memory", name) for name in _ENGINES),
-            *(
-                (term, ANY)
-                for term in ("tails", "short", "quantization", "adapter", "optimizer", "gap_us", "link", "constant_ms")
-            ),
-            *(("host_us", name) for name in _ENGINES),
+            *(("attention", name) for name in kernels),
+            *((term, name) for term in ("memory", "adapter") for name in _ENGINES),
+            *((term, ANY) for term in _OF_ANY),
+            *((term, name) for term in ("host_us", "adapter_us") for name in _ENGINES),
         ]
         self.index = {name: i for i, name in enumerate(self.names)}
         priors = [_PRIORS.get(f"{term} of {of}") or _PRIORS[term] for term, of in self.names]
@@ -138,17 +174,20 @@ class _Unknowns:
         import numpy as np
 
         factors = np.exp(np.append(x, 0.0))  # the last is one, of what is not fitted
-        names = [likely.names_of(m.gpu, m.run.engine) for m in runs]
+        names = [likely.names_of(m.gpu, m.plan.setup) for m in runs]
         return likely.gather(lambda term, kind: factors[[self.index.get((term, each[kind]), -1) for each in names]])
 
     def reached(self, x: Array) -> dict[tuple[str, str], float]:
         """Return the factors as reached.csv has them; those of any GPU are the mean of the others', in logs."""
         found = {name: math.exp(value) for name, value in zip(self.names, x)}
         for term in ("products", "attention"):
-            known = [found[name] for name in self.names if name[0] == term and name[1] not in (*_ENGINES, "pytorch")]
+            known = [found[name] for name in self.names if name[0] == term and name[1] not in _ENGINES]
             found[term, ANY] = math.exp(sum(map(math.log, known)) / len(known))
-            found[term, "fused"] = 1.0
-        found["memory", ANY], found["host_us", ANY] = found["memory", "eager"], found["host_us", "eager"]
+        # what no run has is near its prior
+        priors = {tuple(name.split(" of ")): middle for name, (middle, _) in _PRIORS.items() if " of " in name}
+        found |= {(term, of): middle for (term, of), middle in priors.items() if (term, of) not in found}
+        found["products", "fused"] = 1.0
+        found |= {(term, ANY): found[term, "eager"] for term in ("memory", "adapter", "host_us", "adapter_us")}
         return found
 
 
@@ -176,22 +215,38 @@ def fit(runs: Sequence[Measured]) -> dict[tuple[str, str], float]:
 
     unknowns, terms, weight = _Unknowns(runs), _stacked(runs), weights(runs)
     target = np.log([m.ms for m in runs])
+    hosted = [i for i, m in enumerate(runs) if m.plan.setup.offloads]
     middle, deviation = np.array(unknowns.middle), np.array(unknowns.deviation)
 
     def errors(x: Array) -> Array:
-        misses = np.log(likely.step_ms(terms, unknowns.factors(x, runs))) - target
-        return np.concatenate([misses / SCALE * weight, (x - middle) / deviation])
+        factors = unknowns.factors(x, runs)
+        ms = likely.step_ms(terms, factors)
+        for i in hosted:
+            ms[i] = with_host(runs[i], ms[i], factors.host_link[i], factors.host_adam[i])
+        misses = (np.log(ms) - target) / SCALE * weight / LINEAR_FROM
+        # the soft L1 of misses alone: a prior holds, however far it is pulled
+        robust = np.sign(misses) * LINEAR_FROM * np.sqrt(2 * (np.sqrt(1 + misses**2) - 1))
+        return np.concatenate([robust, (x - middle) / deviation])
 
-    return unknowns.reached(least_squares(errors, middle, loss="soft_l1", f_scale=1.5).x)
+    return unknowns.reached(least_squares(errors, middle).x)
 
 
 def predicted_ms(m: Measured, reached: Reached) -> float:
     """Return the likely ms of a run's step with these factors."""
-    return float(likely.step_ms(m.terms, likely.factors_for(m.gpu, m.run.engine, reached)))
+    factors = likely.factors_for(m.gpu, m.plan.setup, reached)
+    return with_host(m, float(likely.step_ms(m.terms, factors)), factors.host_link, factors.host_adam)
 
 
-def left_out(runs: Sequence[Measured], of: Callable[[PublishedRun], str]) -> list[tuple[float, bool]]:
-    """Predict each run from a fit without its like; return (likely ms, True if the fit has its GPU and engine) of each.
+def with_host(m: Measured, computes_ms: float, link: float, adam: float) -> float:
+    """Return the ms of a run's step that computes for so long, with what it keeps on the host, whose factors are given."""
+    if not m.plan.setup.offloads:
+        return computes_ms
+    host = likely.likely_host(m.gpu, m.run.gpus or 1, link, adam)
+    return with_offload(m.plan.asked, m.plan.memory, computes_ms, host)
+
+
+def left_out(runs: Sequence[Measured], of: Callable[[PublishedRun], str]) -> list[float]:
+    """Predict each run from a fit without its like; return the likely ms of each.
 
     of: a run's source or publisher, of which its like are all runs, or those of its model where the GPU has no other.
     """
@@ -202,13 +257,10 @@ def left_out(runs: Sequence[Measured], of: Callable[[PublishedRun], str]) -> lis
     def group(m: Measured) -> tuple[str, str]:
         return (of(m.run), "" if len(others[m.gpu.name]) > 1 else m.run.model)
 
-    found: dict[int, tuple[float, bool]] = {}
+    found: dict[int, float] = {}
     for out in dict.fromkeys(map(group, runs)):
-        rest = [m for m in runs if group(m) != out]
-        reached, pairs = fit(rest), {(m.gpu.name, m.run.engine) for m in rest}
-        for i, m in enumerate(runs):
-            if group(m) == out:
-                found[i] = predicted_ms(m, reached), (m.gpu.name, m.run.engine) in pairs
+        reached = fit([m for m in runs if group(m) != out])
+        found |= {i: predicted_ms(m, reached) for i, m in enumerate(runs) if group(m) == out}
     return [found[i] for i in range(len(runs))]
 
 
@@ -239,7 +291,7 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
     if runs is None:
         reached = fit(found)
         apart = left_out(found, lambda run: run.where)
-        new = [ms for ms, _ in left_out(found, lambda run: run.publisher)]
+        new = left_out(found, lambda run: run.publisher)
         reached |= spread(found, apart)
         spreads = [spread(found, apart, without=m.run.where) for m in found]
         pairs = Counter(f"{m.gpu.name} {m.run.engine}" for m in found)
@@ -248,8 +300,8 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
             _write(reached)
     else:
         reached = dict(likely.read_reached(REACHED.read_text(encoding="utf-8")))
-        apart = [(predicted_ms(m, reached), ("runs", f"{m.gpu.name} {m.run.engine}") in reached) for m in found]
-        spreads, new = [reached] * len(found), [ms for ms, _ in apart]
+        apart = new = [predicted_ms(m, reached) for m in found]
+        spreads = [reached] * len(found)
     return {
         "benchmark": "published runs: likely time beside what was measured",
         "settings": {
@@ -258,31 +310,44 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
         },
         "environment": environment(),
         "published": [
-            _row(m, predicted_ms(m, reached), *each, new_ms, ends)
-            for m, each, new_ms, ends in zip(found, apart, new, spreads)
+            _row(m, predicted_ms(m, reached), apart_ms, new_ms, ends)
+            for m, apart_ms, new_ms, ends in zip(found, apart, new, spreads)
         ],
+        "printed": [*memory_rows(every)],
         "not expressed": dict(Counter(f"{every[i].where}: {why}" for i, why in why_not.items()).most_common()),
     }
 
 
-def spread(
-    runs: Sequence[Measured], apart: Sequence[tuple[float, bool]], without: str = ""
-) -> dict[tuple[str, str], float]:
-    """Return the low and the high end of the interval, times a likely time, for runs whose GPU and engine the fit has seen and for
-    others: p10 and p90 of measured over left-out times. `without` leaves a source's runs out."""
-    weight, found = weights(runs) ** 2, {}
-    for of, seen in (("seen", True), ("unseen", False)):
-        chosen = [i for i, m in enumerate(runs) if apart[i][1] == seen and m.run.where != without]
-        ratios, w = [runs[i].ms / apart[i][0] for i in chosen], [float(weight[i]) for i in chosen]
-        found["low", of], found["high", of] = quantile(ratios, w, LOW), quantile(ratios, w, HIGH)
-    # few are unseen: what is known less is no surer
-    found["low", "unseen"] = min(found["low", "seen"], found["low", "unseen"])
-    found["high", "unseen"] = max(found["high", "seen"], found["high", "unseen"])
-    return found
+def memory_rows(runs: Sequence[PublishedRun]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each run whose memory was printed, and whose recompute and optimizer are stated: reserved memory is planned
+    with slack, allocated memory without."""
+    for i, run in enumerate(runs):
+        if not run.memory_gib or run.why_not or _DECIDES & set(run.assumed):
+            continue
+        memory = plan(**run.arguments).memory
+        planned = memory.gib if run.memory == "reserved" else memory.peak_gib
+        yield {
+            "line": i + 2,
+            "where": run.where,
+            **{name: getattr(run, name) for name in ("model", "gpu", "gpus", "recipe", "recompute", "memory", "note")},
+            "measured_gib": run.memory_gib,
+            "planned_gib": round(planned or 0.0, 3),
+        }
 
 
-def _row(m: Measured, ms: float, apart_ms: float, seen: bool, new_ms: float, reached: Reached) -> dict[str, Any]:
-    of = "seen" if seen else "unseen"
+def spread(runs: Sequence[Measured], apart: Sequence[float], without: str = "") -> dict[tuple[str, str], float]:
+    """Return the low and the high end of the interval, times a likely time: p10 and p90 of measured over left-out times.
+
+    `without` leaves a source's runs out. A source with four times the runs weighs twice as much: how runs of one table differ is a
+    part of what is asked.
+    """
+    chosen = [i for i, m in enumerate(runs) if m.run.where != without]
+    weight = weights([runs[i] for i in chosen])
+    ratios, w = [runs[i].ms / apart[i] for i in chosen], [float(each) for each in weight]
+    return {("low", ANY): quantile(ratios, w, LOW), ("high", ANY): quantile(ratios, w, HIGH)}
+
+
+def _row(m: Measured, ms: float, apart_ms: float, new_ms: float, reached: Reached) -> dict[str, Any]:
     assert m.plan.estimate is not None
     return {
         "line": m.line,
@@ -294,8 +359,8 @@ def _row(m: Measured, ms: float, apart_ms: float, seen: bool, new_ms: float, rea
         "likely_ms": round(ms, 3),
         "left_out_ms": round(apart_ms, 3),
         "without_publisher_ms": round(new_ms, 3),
-        "low_ms": round(apart_ms * reached["low", of], 3),
-        "high_ms": round(apart_ms * reached["high", of], 3),
+        "low_ms": round(apart_ms * reached["low", ANY], 3),
+        "high_ms": round(apart_ms * reached["high", ANY], 3),
         "bound_ms": round(m.plan.estimate.step_ms, 3),
     }
 
@@ -329,7 +394,18 @@ def table(data: Mapping[str, Any]) -> str:
     rows = [_judged(where, [r for r in data["published"] if r["where"] == where]) for where in _sources(data)]
     stated = [r for r in data["published"] if not r["assumed"]]
     rows += [_judged("all", data["published"]), _judged("all that state every column", stated)]
-    return markdown(data, head, rows)
+    return f"{_memory_table(data)}\n\n{markdown(data, head, rows)}"
+
+
+def _memory_table(data: Mapping[str, Any]) -> str:
+    rows = []
+    for where in sorted({row["where"] for row in data["printed"]}):
+        of = [row for row in data["printed"] if row["where"] == where]
+        ratios = sorted(row["planned_gib"] / row["measured_gib"] for row in of)
+        middle = quantile(ratios, [1.0] * len(of), 0.5)
+        kinds = " and ".join(sorted({row["memory"] for row in of}))
+        rows.append([where, str(len(of)), kinds, f"{ratios[0]:.2f}", f"{middle:.2f}", f"{ratios[-1]:.2f}"])
+    return markdown_table(rows, header=["source", "runs", "memory", "planned / printed, least", "median", "most"])
 
 
 def draw(data: Mapping[str, Any], file: Path) -> None:

@@ -1,7 +1,7 @@
 """Find the rates that a GPU is assumed to reach: those that a calibration measured where there is one, else its datasheet's.
 
 Fused attention reaches less than products do, by a published share of the dense peak: FlashAttention-2, which torch takes, 35 % on
-an H100 (arXiv 2407.08608) and 50 to 73 % on an A100 (arXiv 2307.08691).
+an H100 and FlashAttention-3 up to 75 % (arXiv 2407.08608), FlashAttention-2 50 to 73 % on an A100 (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from surokit.hardware.gpus import Gpu
 #: cores' own instructions (Hopper; data-center Blackwell is taken alike), the middle of 50 to 73 % where it does (Ampere, Ada, and
 #: GeForce Blackwell, which has Ampere's instructions). Without a capability attention is taken as fast as products.
 ATTENTION_SHARE: tuple[tuple[tuple[int, int], float], ...] = (((12, 0), 0.6), ((9, 0), 0.35), ((8, 0), 0.6))
+#: What newer kernels reach where they use those instructions.
+NEWER_SHARE = 0.75
 #: Microseconds that a GPU waits from one kernel to the next; assumed.
 GAP_US = 1.0
 
@@ -43,8 +45,11 @@ class Rates:
         return GAP_US if self.ahead and self.launch_us is not None else 0.0
 
 
-def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
-    """Return the rates that `gpu` is assumed to reach in a model of `dtype`, or a sentence that says which figure is missing."""
+def rates_of(gpu: Gpu, dtype: str = "bf16", attention_kernel: str = "sdpa") -> Rates | str:
+    """Return the rates that `gpu` is assumed to reach in a model of `dtype`, or a sentence that says which figure is missing.
+
+    attention_kernel: torch's own, or "flash3" for newer ones.
+    """
     c = gpu.ceilings
     full = dtype in ("fp32", "float32")
     measured = {"BF16": "bf16_tflops", "FP32": "fp32_tflops"}.get("FP32" if full else gpu.plain)
@@ -74,7 +79,7 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
         assumed.update({f"{cores.bits}-bit": None} if guessed else {})
     if assumed:
         how += f"; {' and '.join(assumed)} products, not measured, at their peak times the share of its peak that bf16 reached"
-    attention = _attention_rate(gpu, plain, full)
+    attention = _attention_rate(gpu, plain, full, newer=attention_kernel == "flash3")
     if attention < plain:
         how += (
             f"; attention at the {attention / (gpu.plain_tflops or attention):.0%} of the peak that is published for it"
@@ -106,8 +111,10 @@ def _own_rate(gpu: Gpu, kind: Kind) -> tuple[float | None, bool]:
     return peak * c.bf16_tflops / gpu.bf16_tflops, peak != gpu.bf16_tflops
 
 
-def _attention_rate(gpu: Gpu, plain: float, full: bool) -> float:
+def _attention_rate(gpu: Gpu, plain: float, full: bool, newer: bool) -> float:
     if full or gpu.capability is None or gpu.plain_tflops is None:
         return plain
     share = next((share for first, share in ATTENTION_SHARE if gpu.capability >= first), 1.0)
+    if newer and (9, 0) <= gpu.capability < (12, 0):
+        share = NEWER_SHARE
     return min(plain, share * gpu.plain_tflops)

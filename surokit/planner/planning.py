@@ -22,7 +22,7 @@ from surokit.planner import picture
 from surokit.planner.compare import check as checking
 from surokit.planner.compare.check import Check
 from surokit.planner.counts.flops import Attention, Compute, count_flops, product_kinds
-from surokit.planner.counts.memory import SLACK, Engine, Layers, Memory, Setup, blocks_of, count_memory
+from surokit.planner.counts.memory import SLACK, AttentionKernel, Engine, Layers, Memory, Setup, blocks_of, count_memory
 from surokit.planner.inputs.fusion import Transposed
 from surokit.planner.inputs.question import Asked, Logits, Question, read_question
 from surokit.planner.inputs.shape import Shape
@@ -31,7 +31,7 @@ from surokit.planner.inverse import budgets, offload_plan, questions, recipe_cho
 from surokit.planner.inverse.serving import Serving, serving
 from surokit.planner.offload.formulas import Host, Offload, host_of
 from surokit.planner.offload.streaming import Streamed
-from surokit.planner.times.cost import ModelFlops, Price, Time, count_time, exact
+from surokit.planner.times.cost import ModelFlops, Price, StepTime, Time, count_time, exact
 from surokit.planner.times.energy import energy_kwh
 from surokit.planner.times.likely import Likely, likely_step
 from surokit.planner.times.roofline import Estimate, estimate_step, why_no_estimate
@@ -120,12 +120,17 @@ class Plan:
     def likely(self) -> Likely | None:
         """Predict the time of a step by what published runs reached, with its interval.
 
-        None where `estimate` is None, where rates were measured, which predict by themselves, on a CPU, without training, and for
+        What is kept on the host counts, at the rates of published hosts. None where `estimate` is None, where rates were measured,
+        which predict by themselves, where the link to the host is needed and not known, on a CPU, without training, and for
         mixtures of experts: what is published of these is too little.
         """
         if not self.has_likely or self.estimate is None or self.gpu is None:
             return None
-        return likely_step(self.estimate, self.gpu, self.setup.engine)
+
+        def with_host(ms: float, host: Host) -> float:
+            return offload_plan.with_offload(self.asked, self.memory, ms, host)
+
+        return likely_step(self.estimate, self.gpu, self.setup, with_host)
 
     @property
     def has_likely(self) -> bool:
@@ -133,15 +138,29 @@ class Plan:
         gpu, setup, shape = self.gpu, self.setup, self.shape
         if gpu is None or gpu.ceilings is not None or not setup.training or setup.device == "cpu":
             return False
+        if setup.offloads and gpu.host_gb_s is None:
+            return False
         return shape is not None and shape.experts is None and not why_no_estimate(shape, self.compute, setup, gpu)
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Return the time of a step that plans are compared by: predicted at measured rates, else likely, else optimistic, else a
+        bound; None where it is not known, or what is kept on the host adds what is not known."""
+        if (likely := self.likely) is not None:
+            return StepTime(likely.step_ms, "likely")
+        if self.setup.offloads and self.time.waits_ms is None:
+            return None
+        if (estimate := self.estimate) is not None:
+            return StepTime(estimate.step_ms + (self.time.waits_ms or 0.0), estimate.kind)
+        return None if self.time.floor_step_ms is None else StepTime(self.time.floor_step_ms, "bound")
 
     @property
     def likely_days(self) -> tuple[float, float, float] | None:
         """Return the likely days of the run, and those that nine of ten and one of ten runs exceed.
 
-        None without `tokens` or a likely step, and for what is kept on the host, which the step leaves out.
+        None without `tokens` or a likely step.
         """
-        if self.flops is None or self.flops_per_step is None or self.setup.offloads or (likely := self.likely) is None:
+        if self.flops is None or self.flops_per_step is None or (likely := self.likely) is None:
             return None
         steps = self.flops / self.flops_per_step / self.time.goodput
         days, low, high = (ms * steps / 86_400_000 for ms in (likely.step_ms, likely.low_ms, likely.high_ms))
@@ -358,6 +377,8 @@ def plan(
     offload_weights: bool | int | None = None,
     offload_activations: bool | None = None,
     engine: Engine | None = None,
+    attention_kernel: AttentionKernel | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
@@ -373,8 +394,9 @@ def plan(
     usd_per_gpu_hour    a price, a range (1.8, 3.2) or a dated `Price`; none is assumed
     recipe      a Recipe or its name; its adapter and storage decide what trains and how weights are held
     attention   "causal" counts the keys that a token sees, "full" all of them
-    recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward) or "selective": the outputs of norm and
-                SwiGLU of our fused layers; attention's products in transformers' layers
+    recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward) or "selective": of fused layers the outputs
+                of norm and SwiGLU; else all but attention and every second product (PyTorch's selective checkpointing, as
+                torchtitan does it)
     optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), "zenflow" or "offloadadamw" (states on the host), or an
                 optimizer of ours; `state_dtype` is that of its moments, the weights' own without it
     dtype       of weights and gradients (bf16, or fp16 on a GPU without bf16 products; a live model's own); `master` adds float32
@@ -396,6 +418,10 @@ def plan(
     offload_activations     True: what backward needs waits on the host (sk.offload_activations)
     engine      who makes the kernels, for times (memory is that of eager PyTorch): "eager" PyTorch, "compiled" by torch.compile,
                 or "fused" by hand; without it "fused" where `fusion` fuses, else "eager"
+    attention_kernel    for times: "sdpa", torch's scaled_dot_product_attention, "flash3": FlashAttention-3 and 4, or cuDNN's, or
+                "triton", FlashAttention's first Triton kernel; without it "sdpa", which our layers take too, and "flash3" for
+                another engine that is "fused" by hand
+    optimizer_in_backward   True: each weight is updated as its gradient arrives, so that no two gradients are held
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
@@ -463,14 +489,12 @@ def _compute(asked: Asked) -> Compute | None:
     setup = asked.setup
     if asked.subject.shape is None:
         return None
-    # our layers compute norms and SwiGLU again, which are no products
-    ours = setup.layers == "surokit" or setup.fusion.fuses
     return count_flops(
         asked.subject.shape,
         length=setup.length,
         recipe=asked.carried,
         attention=asked.question.attention,
-        recompute="none" if setup.recompute == "selective" and ours else setup.recompute,
+        recompute=setup.repeats,
         training=setup.training,
     )
 

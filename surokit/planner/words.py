@@ -161,7 +161,7 @@ def plan_answers(plan: Plan) -> Iterator[str]:
     elif t.step_ms is not None:
         yield f"A step takes {units.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
     elif plan.likely is not None:
-        yield f"A step likely takes {units.value(plan.likely.step_ms, 'ms')}, {_within(plan.likely)}: {plan.likely.how}{alone}"
+        yield f"A step likely takes {units.value(plan.likely.step_ms, 'ms')}, {_within(plan.likely)}: {plan.likely.how}"
     elif estimate is not None:
         yield f"A step takes {units.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
     if plan.usd_range is not None:
@@ -309,8 +309,6 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.gpus == 1 and setup.zero:
         yield f"zero={setup.zero} shards nothing on one GPU: give gpus="
-    if setup.training and setup.recompute == "selective" and setup.layers == "surokit" and not setup.fusion.fuses:
-        yield "recompute='selective' computes nothing again in an unfused step of our layers: give fusion='fused'"
     if (
         setup.training
         and setup.optimizer == "adamw"
@@ -376,6 +374,9 @@ def _offloaded(plan: Plan) -> Iterator[str]:
             predicts = f"plan.{asks}({host}) predicts a step with it, and {predicts}"
         if setup.device == "cpu":
             predicts = "a CPU has no link to itself whose rate could be known; plan with gpu='H100' or the like"
+        if time.step_ms is None and plan.has_likely:
+            yield f"the likely step counts what {setup.offloads} on the host add, as published hosts had it; {predicts}"
+            return
         yield f"times are without what {setup.offloads} on the host add: {predicts}"
     if plan.deferral.get("update_interval") == "auto":
         yield f"how long ZenFlow's windows by the 'auto' rule are is not known: they are taken to have {INTERVAL} steps"

@@ -24,6 +24,7 @@ from surokit.planner.counts.memory import Setup
 from surokit.planner.counts.traffic import Load, loads
 from surokit.planner.inputs.fusion import comes_quantized, read_fusion
 from surokit.planner.inputs.shape import Shape
+from surokit.planner.planning import Plan
 from surokit.quantized import Quantized
 from surokit.quantizer import kind_of
 from surokit.recipe import QFP8
@@ -394,7 +395,7 @@ def test_graphs_cost_the_host_nothing():
         plan(QWEN3_8B, gpu="cpu", graphs=True)
 
 
-def test_what_makes_a_step_faster():
+def test_what_makes_a_step_faster(monkeypatch):
     unfused = plan(QWEN3_8B, recipe=sk.QFP8.lora(16), gpu=reached(790, launch_us=5), recompute="full", **RUN)
     found = unfused.faster()
     assert [way.how for way in found.ways] == [
@@ -426,8 +427,14 @@ def test_what_makes_a_step_faster():
     assert "transposed='cached'" not in [way.how for way in tighter.ways]
     assert found.plan.faster().ways[0].how == "graphs=True"
     assert "gets no faster by any of these" in repr(found.plan.faster())
-    sheet = unfused.but(gpu="H200").faster()
-    assert sheet.ways[1].why == "not known: what a launch costs is measured by sk.calibrate()"
+    sheet = unfused.but(gpu="H200")
+    assert sheet.faster().kind == "likely"
+    assert sheet.faster().ways[1].why in ("taken", "no faster here")
+    monkeypatch.setattr(Plan, "has_likely", False)
+    assert sheet.faster().ways[1].why == "not known: what a launch costs is measured by sk.calibrate()"
+    hosted = sheet.but(recipe="fp8", optimizer="offloadadamw")  # whose host is not known: ways are compared without it
+    assert hosted.step_time is None
+    assert hosted.faster().step_ms == hosted.estimate.step_ms
     slow = unfused.but(gpu=reached(790, launch_us=100)).faster()
     assert slow.ways[1].taken
     with refused(ValueError):
@@ -437,16 +444,14 @@ def test_what_makes_a_step_faster():
 
 
 def test_selective_is_what_our_layers_compute_again():
-    """Norms and gates, no product; transformers' layers have the older meaning, attention's products."""
+    """Norms and gates, no product; of layers that are not fused every second product too."""
     ours = plan(QWEN3_8B, recipe="fp8", recompute="selective", fusion="fused", gpu="H200", **RUN)
     assert ours.compute.recompute == 0
     theirs = plan(QWEN3_8B, recompute="selective", layers="transformers", gpu="H200", **RUN)
     assert theirs.compute.recompute > 0
     unfused = plan(QWEN3_8B, recompute="selective", gpu="H200", **RUN)
-    assert unfused.compute.recompute == 0
-    assert unfused.memory.gib == plan(QWEN3_8B, gpu="H200", **RUN).memory.gib
-    assert any("computes nothing again in an unfused step" in note for note in unfused.notes)
-    assert not any("computes nothing again" in note for note in ours.notes)
+    assert unfused.compute == theirs.compute
+    assert unfused.memory.gib < plan(QWEN3_8B, gpu="H200", **RUN).memory.gib
     none, some, full = (
         plan(QWEN3_8B, recipe=sk.BF16.lora(16), recompute=how, fusion="fused", gpu="H200", **RUN)
         for how in ("none", "selective", "full")

@@ -53,7 +53,7 @@ def test_runs_say_where_they_are_from():
 def test_most_runs_are_expressed_and_the_others_say_why_not():
     runs = read_runs()
     why_not = Counter(run.why_not.partition(":")[0] for run in runs if run.why_not)
-    assert len(runs) - why_not.total() >= 0.63 * len(runs)
+    assert len(runs) - why_not.total() >= 0.69 * len(runs)
     assert (
         why_not["expert parallelism"] + why_not["on the host"] + why_not["the batch or the length is not stated"] > 100
     )
@@ -104,12 +104,12 @@ def test_errors_of_runs_that_were_left_out():
     assert median(errors(RUNS)) <= 0.12
     assert median(errors(STATED)) <= 0.12
     assert at(errors(STATED), 0.9) <= 0.25
-    assert at(errors(RUNS), 0.9) <= 0.30
+    assert at(errors(RUNS), 0.9) <= 0.32  # a tenth are Surogate's on an H100, whatever the model
 
 
 def test_a_new_publisher_is_met_as_well():
     assert median(errors(RUNS, "without_publisher_ms")) <= 0.12
-    assert at(errors(STATED, "without_publisher_ms"), 0.9) <= 0.30
+    assert at(errors(STATED, "without_publisher_ms"), 0.9) <= 0.25
 
 
 def test_the_interval_holds_most_runs_and_is_narrow():
@@ -117,7 +117,26 @@ def test_the_interval_holds_most_runs_and_is_narrow():
     for rows in (RUNS, STATED):
         within = sum(row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows) / len(rows)
         assert 0.7 <= within <= 0.9
-        assert median(row["high_ms"] / row["low_ms"] for row in rows) <= 1.5
+        assert median(row["high_ms"] / row["low_ms"] for row in rows) <= 1.55
+
+
+def test_memory_beside_what_was_printed():
+    """The rungs of torchtune's ladder, torchtitan's tables of 2024, PEFT's comparison, and DeepSpeed's of long sequences."""
+    rows = RAW["printed"]
+    assert len(rows) >= 45
+    near = {
+        "llama3_h100_202412": [r for r in rows if "llama3_h100_202412" in r["where"]],
+        "ladder": [r for r in rows if r["line"] in range(403, 410)],
+        "peft": [r for r in rows if r["where"] == "peft results"],
+        "long": [r for r in rows if r["where"] == "ml-engineering README" and r["measured_gib"] > 37],
+    }
+    for name, of in near.items():
+        errors = sorted(abs(row["planned_gib"] / row["measured_gib"] - 1) for row in of)
+        assert len(of) >= 4, name
+        assert median(errors) <= 0.05, name
+        assert max(errors) <= 0.08, name
+    again = {row["line"]: row for row in published.memory_rows(read_runs())}
+    assert again == {row["line"]: row for row in rows}
 
 
 def test_runs_of_a_table_keep_their_order():
@@ -140,11 +159,11 @@ def test_hardly_a_run_is_faster_than_the_datasheet():
 def test_a_fit_finds_the_factors_that_times_were_made_with():
     found, _ = published.measured([run for run in read_runs() if run.where.startswith(("llmq", "fms"))])
     reached = dict(likely.read_reached(published.REACHED.read_text()))
-    reached["products", "H100"] *= 1.2
+    reached["products", "H100"] *= 1.1
     made = [replace(m, ms=published.predicted_ms(m, reached)) for m in found]
     again = published.fit(made)
     for m in made:
-        assert published.predicted_ms(m, again) == pytest.approx(m.ms, rel=0.04)
+        assert published.predicted_ms(m, again) == pytest.approx(m.ms, rel=0.06)  # the priors hold it back a little
 
 
 def test_sources_weigh_the_same():
@@ -179,6 +198,71 @@ def test_engines_order_a_step():
     assert eager > compiled > fused
 
 
+def test_attention_by_its_kernel():
+    """The longer a sequence, the more of a step is attention, and the nearer a kernel is to its best."""
+    for gpu, length in (("H100", 32768), ("A100", 8192)):
+        given: dict[str, Any] = {"gpu": gpu, "batch": 1, "length": length, "recompute": "full"}
+        sdpa, flash, triton = (
+            planned("llama-3.1-8b", attention_kernel=kernel, **given).likely.step_ms
+            for kernel in ("sdpa", "flash3", "triton")
+        )
+        assert flash <= sdpa < triton
+    assert planned("llama-3.1-8b", engine="fused").setup.attention_kernel == "flash3"
+    assert planned("llama-3.1-8b", fusion="fused").setup.attention_kernel == "sdpa"  # as our layers have it
+    short, long = (planned("llama-3.1-8b", gpu="H100", batch=1, length=n) for n in (2048, 32768))
+    terms = [likely.terms_of(plan.estimate, plan.gpu) for plan in (short, long)]
+    assert terms[0].brief == pytest.approx(terms[0].attention / 2)
+    assert terms[1].brief == pytest.approx(terms[1].attention / 32)
+
+
+def test_what_is_kept_on_the_host_counts():
+    """Of the host, a GPU has its part, and the copies' link is the datasheet's with a share of it reached."""
+    given: dict[str, Any] = {"gpu": "H100", "batch": 1, "length": 4096, "recompute": "full"}
+    here, alone, shared = (
+        planned("llama-3.1-8b", **given, **more).likely.step_ms
+        for more in ({}, {"optimizer": "offloadadamw"}, {"optimizer": "offloadadamw", "gpus": 8})
+    )
+    assert alone - here > 1000  # 8 billion parameters at 5 billion a second
+    assert shared - here > 7 * (alone - here)  # each GPU has all of them, and an eighth of the host
+    sharded = planned("llama-3.1-8b", **given, optimizer="offloadadamw", gpus=8, zero=2).likely.step_ms
+    assert sharded - here == pytest.approx(alone - here, rel=0.3)
+    zenflow = planned("llama-3.1-8b", **given, optimizer="zenflow").likely.step_ms
+    assert here < zenflow < alone
+    hosted = planned("llama-3.1-8b", **given, offload_activations=True).likely
+    assert hosted.step_ms >= here
+    unknown = planned("llama-3.1-8b", **{**given, "gpu": "GB200"}, optimizer="offloadadamw")
+    assert unknown.likely is None
+    assert unknown.step_time is None
+    with refused(ValueError):
+        likely.likely_host(find_gpu("GB200"), 1, 0.7, 5e9)
+    days = planned("llama-3.1-8b", **given, optimizer="offloadadamw", tokens=1e9).likely_days
+    assert days[0] == pytest.approx(1e9 / 4096 * alone / 86_400_000)
+
+
+def test_plans_are_compared_by_the_surest_time():
+    given: dict[str, Any] = {"batch": 1, "length": 2048}
+    assert planned("llama-3.1-8b", gpu="H100", **given).step_time.kind == "likely"
+    assert planned("mixtral-8x7b-v0.1", gpu="H100", **given).step_time.kind == "optimistic"
+    ceilings = Ceilings("here", bf16_tflops=700, bandwidth_tb_s=3, launch_us=4, host_gb_s=25.0, host_adam_params_s=3e9)
+    mine = replace(find_gpu("H100"), ceilings=ceilings)
+    here, hosted = (planned("llama-3.1-8b", gpu=mine, optimizer=o, **given) for o in ("adamw", "offloadadamw"))
+    assert here.step_time == (here.estimate.step_ms, "prediction")
+    assert hosted.step_time.ms == pytest.approx(hosted.estimate.step_ms + hosted.time.waits_ms)
+    assert planned(8e9, gpu="H100").step_time is None
+
+
+def test_questions_take_the_likely_time_where_no_rate_is_given():
+    run = planned("llama-3.1-8b", gpu="H100", batch=2, length=4096, tokens=1e10, usd_per_gpu_hour=2.0, recompute="full")
+    n = run.gpus_for(days=5)
+    assert run.but(gpus=n).likely_days[0] <= 5 < run.but(gpus=n - 1).likely_days[0]
+    tokens = run.tokens_for(usd=1000)
+    days = run.but(tokens=tokens).likely_days[0]
+    assert days * 24 * 2.0 == pytest.approx(1000, rel=1e-4)
+    faster = run.faster()
+    assert faster.kind == "likely"
+    assert faster.step_ms == run.likely.step_ms
+
+
 def test_in_cuda_graphs_the_host_launches_nothing():
     given = {"gpu": "H100", "batch": 1, "length": 256, "fusion": "fused"}
     eager, graphs = (planned("qwen3-0.6b", graphs=graphs, **given).likely.step_ms for graphs in (False, True))
@@ -210,7 +294,7 @@ def test_there_is_no_likely_time_where_rates_predict_by_themselves():
     )
     assert planned("mixtral-8x7b-v0.1", gpu="H100", **given).likely is None
     with refused(ValueError):
-        likely.likely_step(measured.estimate, mine, "eager")
+        likely.likely_step(measured.estimate, mine, measured.setup, lambda ms, host: ms)
     assert planned("llama-3.1-8b", gpu="H100", training=False, **given).likely is None
     assert planned("llama-3.1-8b", gpu="H100").likely is None
 

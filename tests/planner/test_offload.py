@@ -416,7 +416,11 @@ def test_a_time_says_whether_it_counts_the_offload():
         "plan.offload(planner.Host(link_gb_s=50, adam_params_s=2e9)) predicts a step with it" in n for n in given.notes
     )
     assert "without the offload" not in repr(given.but(optimizer="adamw"))
-    assert "without the offload" in repr(plan(QWEN_8B, batch=4, length=4096, gpu="H100", optimizer="zenflow"))
+    likely = plan(QWEN_8B, batch=4, length=4096, gpu="H100", optimizer="zenflow")
+    assert "without the offload" not in repr(likely)
+    assert any("the likely step counts what ZenFlow's states on the host add" in note for note in likely.notes)
+    unknown = likely.but(gpu="GB200")  # whose link to the host is not known
+    assert "without the offload" in repr(unknown)
     step: dict[str, Any] = {"batch": 4, "length": 4096, "recompute": "full", "tokens": 1e9, "usd_per_gpu_hour": 2.0}
     gpu = calibrated(host_gb_s=25.0, host_adam_params_s=3e9)
     waiting = sk.ZenFlow(overlap_step=False, update_interval="auto")

@@ -648,6 +648,7 @@ def test_a_question_is_asked_again_with_other_arguments():
         "master": False,
         "slack": 0.1,
         "training": True,
+        "optimizer_in_backward": False,
     }
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
         plan(8e9).but(size=3)

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 import surokit as sk
-from tests.planner.traced import trace
+from tests.planner.traced import checkpointed, plain, trace
 
 SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama 8b": (
@@ -44,14 +44,15 @@ SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_plan_holds_what_the_models_own_code_holds(name):
+@pytest.mark.parametrize(("name", "recompute"), [*((name, "none") for name in SIZES), ("llama 8b", "selective")])
+def test_a_plan_holds_what_the_models_own_code_holds(name, recompute):
     kind, sizes = SIZES[name]
     config = kind(
         **sizes, num_hidden_layers=2, vocab_size=32000, max_position_embeddings=4096, attn_implementation="sdpa"
     )
     model = getattr(transformers, kind.__name__.replace("Config", "ForCausalLM"))
-    found = trace(lambda: model(config), batch=2, length=2048)
+    change = checkpointed if recompute == "selective" else plain
+    found = trace(lambda: model(config), batch=2, length=2048, change=change)
     given: dict[str, Any] = {
         "gpu": "H100",
         "batch": 2,
@@ -60,6 +61,7 @@ def test_a_plan_holds_what_the_models_own_code_holds(name):
         "dtype": "bf16",
         "optimizer": "sgd",
         "slack": 0.0,
+        "recompute": recompute,
     }
     phases = {phase.name: phase.bytes for phase in sk.plan(config.to_dict(), **given).memory.phases}
     assert max(phases["forward"], phases["loss"]) == pytest.approx(found.phases["forward"], rel=0.01)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _META = torch.device("meta")
 _MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor)
@@ -103,10 +105,58 @@ class _Follows(TorchDispatchMode):
         return out
 
 
-def trace(make: Callable[[], nn.Module], batch: int, length: int, device: str = "cuda") -> Traced:
+def plain(model: nn.Module) -> nn.Module:
+    """Leave the model as it is."""
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Let each block save attention and every second product alone, by torch's selective checkpointing."""
+
+    def contexts() -> Any:
+        products = dict.fromkeys((False, True), 0)
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op is torch.ops.aten.new_empty.default:  # of `_Attention`
+                return CheckpointPolicy.MUST_SAVE
+            if op is not torch.ops.aten.mm.default:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            products[context.is_recompute] += 1
+            odd = products[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    model.config.use_cache = False  # type: ignore[union-attr]
+    for block in model.model.layers:  # type: ignore[union-attr]
+        forward = partial(_said, block.forward)
+        block.forward = partial(
+            checkpoint,
+            forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",  # what is kept says that it is on a GPU, what is computed again that it is not
+            context_fn=contexts,
+        )
+    return model
+
+
+def _said(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block in a backward too, in which no function mode is active."""
+    with _Says("cuda"):
+        return forward(*args, **kwargs)
+
+
+def trace(
+    make: Callable[[], nn.Module],
+    batch: int,
+    length: int,
+    device: str = "cuda",
+    change: Callable[[nn.Module], nn.Module] = plain,
+) -> Traced:
     """Forward and backward of a transformers model in bfloat16, whose loss it computes itself."""
     with _META:
-        model = make().to(torch.bfloat16).train()
+        model = change(make().to(torch.bfloat16).train())
     traced = Traced()
     with _Says(device), _Follows(traced):
         for t in (*model.parameters(), *model.buffers()):

@@ -18,15 +18,21 @@ from types import MappingProxyType
 from typing import Any
 
 from surokit.hardware.gpus import find_gpu
-from surokit.planner.counts.memory import Engine
+from surokit.planner.counts.memory import AttentionKernel, Engine
 from surokit.planner.inputs import catalogue
 from surokit.planner.inputs.configs import read_shape
 from surokit.planner.inputs.shape import built_here
 
 #: GB/s that one GPU has between nodes where a run does not say: a card of 400 Gbit/s each.
 BETWEEN_GB_S = 50.0
-_RECOMPUTES = ("none", "full")
-_NUMBERS = ("gpus", "batch", "length", "accumulate", "rank", "zero", "tp", "pp", "ep")
+_RECOMPUTES = ("none", "selective", "full")
+#: What a run keeps on the host -> the arguments of a plan that does.
+_OFFLOADS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "CPU AdamW": {"optimizer": "offloadadamw"},
+    "activations": {"offload_activations": True},
+}
+_NUMBERS = ("gpus", "batch", "length", "accumulate", "rank", "zero", "tp", "pp", "ep", "cp")
 _FIGURES = ("between_gb_s", "tokens_per_s", "tflops", "memory_gib")
 
 
@@ -37,8 +43,12 @@ class PublishedRun:
     source          repository at a commit, and the file
     between_gb_s    GB/s that one GPU has between nodes
     tokens_per_s    of one GPU; `tflops` are its model TFLOPS, where only these were printed
-    memory_gib      of one GPU; `memory` says which: "peak", "active" or "reserved"
+    layers, logits, optimizer   as `plan` has them, where they are not ours, fused, and AdamW; "+in backward" may follow it
+    states          "fp32": float32 weights or masters and moments
+    targets         modules with an adapter, where these are not all of a block
+    memory_gib      of one GPU; `memory` says which: "allocated" or "reserved"
     engine          "eager" PyTorch, "compiled" by torch.compile, or "fused": kernels written by hand
+    attention       its kernel where that is not the engine's usual one
     assumed         names of what the source does not state
     """
 
@@ -57,8 +67,15 @@ class PublishedRun:
     tp: int | None
     pp: int | None
     ep: int | None
+    cp: int | None
     between_gb_s: float | None
     engine: Engine
+    attention: AttentionKernel | None
+    layers: str
+    logits: str
+    optimizer: str
+    states: str
+    targets: str
     tokens_per_s: float | None
     tflops: float | None
     memory_gib: float | None
@@ -79,15 +96,21 @@ class PublishedRun:
         return self.source.partition(":")[0].partition("@")[0]
 
     @property
+    def _degrees(self) -> tuple[tuple[str, int | None], ...]:
+        return ("tensor", self.tp), ("pipeline", self.pp), ("expert", self.ep), ("context", self.cp)
+
+    @property
     def why_not(self) -> str:
         """Say what of the run a plan cannot express; "" where it can."""
         if self.gpus is None or self.batch is None or self.length is None:
             return "the batch or the length is not stated"
-        for name, degree in (("tensor", self.tp), ("pipeline", self.pp), ("expert", self.ep)):
+        for name, degree in self._degrees:
             if degree is not None and degree > 1:
                 return f"{name} parallelism"
-        if self.offload:
+        if self.offload not in _OFFLOADS:
             return f"on the host: {self.offload}"
+        if self.recipe not in _recipes():
+            return self.recipe
         if self.recompute not in _RECOMPUTES:
             return f"recompute of {self.recompute}"
         try:
@@ -109,23 +132,33 @@ class PublishedRun:
             raise ValueError(f"A plan cannot express this run of {self.model}: {why}.")
         assert self.gpus is not None
         assert self.length is not None
-        from surokit.recipe import find_recipe
+        from surokit.recipe import PROJECTIONS, find_recipe
 
         recipe = None if self.recipe == "bf16" and not self.rank else find_recipe(self.recipe)
         config = _config(self.model, self.length)
         assert config is not None
+        optimizer, _, in_backward = self.optimizer.partition("+")
+        targets = self.targets.split() or PROJECTIONS
         return {
             "what": config,
             "engine": self.engine,
+            "attention_kernel": self.attention or ("flash3" if self.engine == "fused" else None),
             "fusion": "fused" if self.engine == "fused" and built_here(read_shape(config)[0]) else None,
             "gpu": self.gpu,
             "gpus": self.gpus,
             "batch": self.batch,
             "length": self.length,
             "accumulate": self.accumulate,
-            "recipe": recipe.lora(self.rank) if recipe is not None and self.rank else recipe,
+            "recipe": recipe.lora(self.rank, targets=targets) if recipe is not None and self.rank else recipe,
+            "layers": self.layers or None,
+            "logits": self.logits or None,
+            "optimizer": optimizer or None,
+            "optimizer_in_backward": bool(in_backward),
+            "master": self.states == "fp32",
+            "state_dtype": self.states or None,
             "recompute": None if self.recompute == "none" else self.recompute,
             "zero": self.zero or 0,
+            **_OFFLOADS[self.offload],
             "between_gb_s": (self.between_gb_s or BETWEEN_GB_S) if self.gpus > 8 else None,
         }
 
@@ -146,6 +179,8 @@ def _parse(text: str) -> tuple[PublishedRun, ...]:
     def value(name: str, text: str) -> Any:
         if name == "assumed":
             return tuple(text.split())
+        if name == "attention":
+            return text or None
         if name in _NUMBERS:
             return int(text) if text else None
         return (float(text) if text else None) if name in _FIGURES else text
@@ -154,6 +189,13 @@ def _parse(text: str) -> tuple[PublishedRun, ...]:
     return tuple(
         PublishedRun(**{name: value(name, row[name]) for name in names}) for row in csv.DictReader(io.StringIO(text))
     )
+
+
+@cache
+def _recipes() -> frozenset[str]:
+    from surokit.recipe import recipes
+
+    return frozenset(recipes)
 
 
 @cache

@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 from surokit.fusion import Fusion, Recompute
-from surokit.planner.counts.flops import Placement, Trained, frozen
+from surokit.planner.counts.flops import Placement, Trained, frozen, is_repeated
 from surokit.planner.counts.tape import KEPT, LOGITS, Moment, Tape, Value
 from surokit.planner.inputs.shape import Shape
 from surokit.quantizer import MX, NV, Block, NFBlock
@@ -80,6 +80,8 @@ class StepSetup(Protocol):
 
     @property
     def recompute(self) -> Recompute: ...
+    @property
+    def repeats(self) -> Recompute: ...
     @property
     def logits(self) -> Literal["fused", "whole"]: ...
     @property
@@ -149,6 +151,7 @@ class _Model:
         self.places = {p.weight.name: p for p in places}
         self.trains = step.training and not frozen(recipe)
         self.fused_loss = step.logits == "fused"
+        self.products = 0  # so far in this block, of which selective checkpointing saves every second
 
     # -- sizes in bytes
 
@@ -216,9 +219,14 @@ class _Model:
         return False
 
     def layer(self, x: Value, kind: BlockKind) -> Value:
-        if self.step.recompute == "full":
-            return self.tape.recomputed(lambda x: self.block(x, kind), x)
-        return self.block(x, kind)
+        if self.step.repeats == "none":
+            return self.block(x, kind)
+
+        def block(x: Value) -> Value:
+            self.products = 0
+            return self.block(x, kind)
+
+        return self.tape.recomputed(block, x)
 
     def block(self, x: Value, kind: BlockKind) -> Value:
         """Replay x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
@@ -259,6 +267,9 @@ class _Model:
         quantizes = found in kind.quantized and (
             storage is not None or getattr(self.recipe, "quantized_products", False)
         )
+        if self.step.repeats == "selective" and not is_repeated(self.products):
+            self.tape.save_next()
+        self.products += 1
         y = (self.quantized if quantizes else self.plain)(x, n, k, times, count)
         if not rank:
             return y
@@ -563,6 +574,8 @@ class Ours(_Model):
             # flash attention sums the query's gradient in float32, and makes a key's gradient for each query head
             back = self.wide(s.query_width) + (self.of(2 * s.query_width) if k.bytes < q.bytes else 0.0)
         extra = self.tokens * s.heads * 4.0 + (self.mask if masked else 0.0)
+        if self.step.repeats == "selective":
+            tape.save_next("all")
         y = tape.run((q, k, v), self.of(self.context), keeps=(q, k, v), extra=extra, back_scratch=back)
         tape.keep(y)
         return y

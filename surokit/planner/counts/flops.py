@@ -216,16 +216,21 @@ def count_flops(
 ) -> Compute:
     """Count the FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
 
-    `recompute` "full" repeats each layer's forward in the backward, "selective" attention's two products only (arXiv
-    2205.05198).
+    `recompute` "full" repeats each layer's forward in the backward; "selective" all but attention and every second product, as
+    torchtitan's selective checkpointing by operator. Fused layers, whose "selective" repeats no product, ask for "none".
     """
     places = placements(shape, recipe)
     base_trains = training and not frozen(recipe)
     flow = gradients(shape, places, base_trains=base_trains, training=training)
     products = [*_weights(places, recipe, base_trains, training, flow, recompute)]
     if length is not None:
-        products += _attention(shape, length, attention, flow, training and recompute != "none")
+        products += _attention(shape, length, attention, flow, training and recompute == "full")
     return Compute(tuple(products), attention, recompute)
+
+
+def is_repeated(order: int) -> bool:
+    """True if selective checkpointing computes a layer's product again, the first being 0: it keeps every second output."""
+    return order % 2 == 1
 
 
 def gradients(
@@ -262,10 +267,11 @@ def _weights(
     flow: Mapping[str, frozenset[int]],
     recompute: Recompute,
 ) -> Iterator[Product]:
-    for place in places:
+    for order, place in enumerate(places):
         w = place.weight
         every = frozenset(w.layers or (_HEAD,))
-        live, repeated = flow[w.reads], training and recompute == "full" and w.kind != "head"
+        again = recompute == "full" or (recompute == "selective" and is_repeated(order))
+        live, repeated = flow[w.reads], training and again and w.kind != "head"
         for quantized, layers in ((True, place.layers), (False, every - place.layers)):
             if not layers:
                 continue

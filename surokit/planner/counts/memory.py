@@ -62,6 +62,8 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 #: The library whose layers compute: they differ in what they keep for the backward.
 Layers = Literal["surokit", "transformers"]
 Engine = Literal["eager", "compiled", "fused"]
+#: Who computes attention, for times: torch; FlashAttention-3, FlashAttention-4 or cuDNN; or FlashAttention's first Triton kernel.
+AttentionKernel = Literal["sdpa", "flash3", "triton"]
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ class Setup:
     step is captured as CUDA graphs. `hot` is the share of the trained parameters whose states ZenFlow keeps on the device,
     `overlap` and `slots` are its settings. `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are
     not). `trained` is the part of a live model that trains; without it the recipe decides. `engine` says who makes the kernels:
-    PyTorch, torch.compile, or a hand.
+    PyTorch, torch.compile, or a hand. `attention_kernel` is torch's scaled_dot_product_attention or a faster one.
+    With `in_backward` each weight is updated as its gradient arrives, and the gradient freed.
     """
 
     dtype: str = "bf16"
@@ -193,6 +196,8 @@ class Setup:
     offload_activations: bool = False
     trained: Trained | None = None
     engine: Engine = "eager"
+    attention_kernel: AttentionKernel = "sdpa"
+    in_backward: bool = False
 
     @property
     def offloads(self) -> str:
@@ -204,6 +209,11 @@ class Setup:
             "activations" * self.offload_activations,
         ]
         return " and ".join(part for part in parts if part)
+
+    @property
+    def repeats(self) -> Recompute:
+        """Return what backward computes of the products again; fused layers' "selective" repeats none."""
+        return "none" if self.recompute == "selective" and self.fusion.fuses else self.recompute
 
     @property
     def trained_width(self) -> float:
@@ -456,6 +466,8 @@ def _states(trained: float, setup: Setup) -> list[Term]:
     width, state = setup.trained_width, DTYPE_BYTES[setup.state_dtype]
     (g_shard, g_how), (o_shard, o_how) = _shards(setup, 2), _shards(setup, 1)
     terms = [Term("gradients", trained * width / g_shard, True, f"{trained:,.0f} x {width:.4g} bytes{g_how}")]
+    if setup.in_backward:
+        terms = [Term("gradients", 0.0, True, "each is used and freed as it arrives; the largest is in the workspace")]
     if setup.optimizer == "adamw":
         terms.append(
             Term(
@@ -547,7 +559,7 @@ def _replayed(
         length=setup.length,
         width=DTYPE_BYTES[setup.dtype],
         gradients_there=gradients_there,
-        weight_share=1 / _shards(setup, 2)[0],
+        weight_share=0.0 if setup.in_backward else 1 / _shards(setup, 2)[0],
         most_kept=most_kept,
         layers=_layers_of(setup),
     )
@@ -591,7 +603,9 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
         how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
         if setup.recompute == "selective":
             again = "outputs of norm and SwiGLU are computed again, where they are kept as numbers"
-            how += "; " + (again if setup.fusion.fuses else "fused attention keeps no scores to drop")
+            how += "; " + (
+                again if setup.fusion.fuses else "all but attention and every second product is computed again"
+            )
     if setup.offload_activations and setup.training:
         how += "; on the device those of a block, and what is on its way"
     if passing.scores and setup.training:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 #: The kinds of bytes that a moment's memory consists of.
 KEPT, LOGITS, GRADIENTS, PASSING = "activations", "logits", "gradients", "workspace"
@@ -46,6 +47,7 @@ class _Step:
     scratch: float
     passes: bool
     again: Callable[[Value], Value] | None = None
+    saved: tuple[Value, ...] = ()
     lump: tuple[float, float] | None = None
 
 
@@ -79,6 +81,9 @@ class Tape:
         self._records = records
         self._most_kept = most_kept  # of activations that stay here; the others wait on the host
         self._seen_weight = 0.0
+        self._saves = ""  # what the next operation saves, where a layer is computed again
+        self._saving: list[Value] | None = None  # by a layer that will be computed again
+        self._saved: list[Value] = []  # by a layer that is computed again now, the first last
         self._gradients: dict[Value, _Gradient] = {}
 
     # -- forward
@@ -144,18 +149,32 @@ class Tape:
     ) -> tuple[Value, ...]:
         read = tuple(inputs)
         needs = trains or weight > 0 or any(v.needs for v in read)
-        out = tuple([Value(size, kind, needs, 1) for size in sizes])
-        for value in out:
-            self._add(kind, value.bytes)
+        saves, self._saves = self._saves, ""
+        again = bool(saves and self._saved)
+        with_extra = bool(extra) and saves == "all"
+        if again:  # it was saved, so nothing is computed
+            out, scratch = tuple([self._saved.pop() for _ in sizes]), 0.0
+        else:
+            out = tuple([Value(size, kind, needs, 1) for size in sizes])
+            for value in out:
+                self._add(kind, value.bytes)
+        more = Value(extra, kind)
+        if saves and self._saving is not None:
+            for value in out:
+                value.holders += 1
+            self._saving += [*out, *([more] if with_extra else [])]
+            self._add(kind, extra * with_extra)
         if needs:
             self._seen_weight += weight
         keeps_now = needs and self._records
         # the forward makes tensors for backward even where none follows, and then frees them at once
-        self._touch(scratch + extra, kind if kind == LOGITS else PASSING)
+        self._touch(scratch if with_extra else scratch + extra, kind if kind == LOGITS else PASSING)
         if keeps_now:
             kept = tuple(keeps)
-            if extra:
-                kept = (*kept, Value(extra, kind))
+            if with_extra and again:
+                kept = (*kept, self._saved.pop())
+            elif extra:
+                kept = (*kept, more)
                 self._add(kind, extra)
             for value in kept:
                 value.holders += 1
@@ -183,18 +202,24 @@ class Tape:
         if value.holders == 0:
             self._add(value.kind, -value.bytes)
 
+    def save_next(self, what: Literal["output", "all"] = "output") -> None:
+        """Save what the next operation makes, in a layer that is computed again (`recomputed`): its output, or what is made for
+        backward alone too."""
+        self._saves = what
+
     def recomputed(self, layer: Callable[[Value], Value], x: Value) -> Value:
-        """Run a layer of which only the input is kept; backward runs it again first."""
+        """Run a layer of which only the input is kept, and what it saves; backward runs it again first."""
         if not self._records:
             return layer(x)
         x.holders += 1
-        self._records = False
+        self._records, self._saving = False, []
         out = layer(x)
-        self._records = True
+        saved, self._records, self._saving = tuple(self._saving), True, None
         if not out.needs:
-            self.drop(x)
+            self._release((x, *saved))
         else:
-            self._steps.append(_Step((out,), (x,) if x.needs else (), (x,), 0.0, 0.0, False, again=layer))
+            inputs = (x,) if x.needs else ()
+            self._steps.append(_Step((out,), inputs, (x,), 0.0, 0.0, False, again=layer, saved=saved))
         return out
 
     def repeated(self, layer: Callable[[Value], Value], x: Value, times: int) -> Value:
@@ -240,7 +265,7 @@ class Tape:
             more = [g for value in step.outputs[1:] if (g := self._gradients.pop(value, None)) is not None]
             gradient = gradient or (more.pop() if more else None)
         if gradient is None:  # nothing that the loss depends on
-            self._release(step.kept)
+            self._release((*step.kept, *step.saved))
             return
         if step.again is not None:
             self._run_again(step, gradient)
@@ -276,6 +301,7 @@ class Tape:
         (x,) = step.kept
         outer, self._steps = self._steps, []
         inside = Value(x.bytes, x.kind, x.needs, 2)
+        self._saved = [*reversed(step.saved)]
         # the input is held already: by the tape, and here by its second name
         out = step.again(inside)
         self.drop(out)

@@ -49,7 +49,8 @@ _TENSORS_8BIT = 32  # of our own 8-bit kernel (kernels/triton/adamw8bit.py)
 @dataclass(frozen=True)
 class Load:
     """A Load holds work of one kind in one pass, summed over the step: FLOPs, bytes, launches. `count` matrices or blocks share
-    it. Of a product, `outputs` are the elements of one matrix's result and `inner` is the length that it contracts."""
+    it. Of a product, `outputs` are the elements of one matrix's result and `inner` is the length that it contracts; of attention,
+    `inner` is the length of the sequence or window."""
 
     module: str
     group: str
@@ -133,7 +134,7 @@ class MicroBatch:
         self.places = {place.weight.name: place for place in placements(shape, recipe)}
         adapted = any(place.rank for place in self.places.values())
         self.backward = self.base_trains or (setup.training and adapted)
-        self.again = self.backward and setup.recompute == "full"
+        self.again = self.backward and setup.repeats != "none"
         # below a frozen first block nothing wants a gradient: its norm and its skip have none
         self.blind = int(self.backward and not self.base_trains)
         # a calibration may have measured a CPU although the setup is for CUDA
@@ -236,9 +237,11 @@ class MicroBatch:
         forward = t * s.layers * (e * (inputs + out) + 4 * s.heads)
         backward = t * s.layers * (e * 2 * (inputs + out) + 4 * s.heads)
         flop = sum(p.forward for p in parts) * t
+        keys = sum(p.n * p.forward for p in parts) * t / flop
 
         def load(step: Pass, flop: float, moved: float, launches: int) -> Load:
-            return Load("attention", "attention", step, "fused", s.layers, flop, moved, launches * s.layers)
+            launched = launches * s.layers
+            return Load("attention", "attention", step, "fused", s.layers, flop, moved, launched, inner=keys)
 
         yield load("forward", flop, forward, 1)
         if again := sum(p.recompute for p in parts):

@@ -28,7 +28,9 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
             raise ValueError(f"fusion={fusion!r} is unknown: use {', '.join(map(repr, _WORDS))}, or a Fusion.")
         found = _WORDS[fusion]
     elif isinstance(fusion, Fusion):
-        found, recompute = replace(fusion, recompute="none"), recompute or fusion.recompute
+        found = replace(fusion, recompute="none")
+        # without fused layers, a Fusion's "selective" has nothing to compute again
+        recompute = recompute or (fusion.recompute if found.fuses or fusion.recompute == "full" else "none")
     else:
         raise TypeError(f"fusion={fusion!r} is no Fusion: use 'none', 'fused', or sk.Fusion().")
     if transposed == "cached" and not found.fuses:

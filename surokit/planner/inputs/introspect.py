@@ -165,8 +165,9 @@ def _recipe(model: Any, adapters: _Adapters) -> Any:
 def _fusion(model: Any) -> dict[str, Any]:
     fusion = fusion_of(model)
     checkpointed = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-    recompute = getattr(fusion, "recompute", None)
-    return {"fusion": fusion, "recompute": "full" if checkpointed and recompute in (None, "none") else recompute}
+    # without fused layers, "selective" has nothing to compute again in ours
+    recompute = fusion.recompute if fusion is not None and (fusion.fuses or fusion.recompute == "full") else None
+    return {"fusion": fusion, "recompute": "full" if checkpointed and recompute is None else recompute}
 
 
 def _on_the_host(model: Any) -> dict[str, Any]:

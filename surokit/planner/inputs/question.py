@@ -16,7 +16,7 @@ from surokit import arguments
 from surokit.fusion import Fusion, Recompute
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.planner.counts.flops import Attention, frozen, on_gpu, trained_parameters
-from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, Engine, Layers, Setup
+from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, AttentionKernel, Engine, Layers, Setup
 from surokit.planner.inputs.fusion import Transposed, read_fusion
 from surokit.planner.inputs.shape import Shape, built_here
 from surokit.planner.inputs.subject import Subject
@@ -33,8 +33,9 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "transposed": (None, "cached", "on the fly"),
     "zero": (0, 1, 2, 3),
     "engine": (None, *get_args(Engine)),
+    "attention_kernel": (None, *get_args(AttentionKernel)),
 }
-_FLAGS = ("graphs", "master", "training", "offload_activations")
+_FLAGS = ("graphs", "master", "training", "offload_activations", "optimizer_in_backward")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Question:
     offload_weights: bool | int | None = None
     offload_activations: bool | None = None
     engine: Engine | None = None
+    attention_kernel: AttentionKernel | None = None
+    optimizer_in_backward: bool = False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -230,12 +233,19 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         )
     if q.offload_activations and device == "cpu":
         raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
+    if q.optimizer_in_backward and ((q.accumulate or 1) > 1 or optimizer in OFFLOADING):
+        what = "accumulate= sums gradients" if optimizer not in OFFLOADING else f"{optimizer} takes all of them"
+        raise ValueError(f"optimizer_in_backward uses each gradient as it arrives, and {what}: leave one of them out.")
     # the parameters that train are those of the model as it is: with another recipe or dtype they are not known
     as_it_is = q.training and subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None
     state_dtype = q.state_dtype or _option(q.optimizer, "state_dtype") or (trained and trained.dtype) or dtype
     deferral = read_deferral(q.optimizer)
     assert q.layers is not None
+    engine = _read_engine(q, fusion)
+    kernel: AttentionKernel = (
+        "flash3" if engine == "fused" and not fusion.fuses else "sdpa"
+    )  # as our fused layers have it
     setup = Setup(
         dtype=dtype,
         optimizer=optimizer,
@@ -261,7 +271,9 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         prefetch=prefetch,
         offload_activations=bool(q.offload_activations),
         trained=trained,
-        engine=_read_engine(q, fusion),
+        engine=engine,
+        in_backward=q.optimizer_in_backward and q.training,
+        attention_kernel=q.attention_kernel or kernel,
     )
     return replace(setup, graphs=False) if setup.offloads else setup
 

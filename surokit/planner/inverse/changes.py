@@ -45,8 +45,10 @@ def merged(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
     """Yield the changes that may take less memory, the least costly first."""
     s = plan.setup
-    if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
-        yield Change({"logits": "fused"}, "nothing: the loss takes the logits a part at a time")
+    keeps = s.training and not plan.memory.left_out  # activations, of its own shape or of a typical one
+    if keeps and s.logits == "whole":
+        whose = "" if s.layers == "surokit" else " (transformers' layers with surokit's or Liger Kernel's loss)"
+        yield Change({"logits": "fused"}, f"nothing: the loss takes the logits a part at a time{whose}")
     if s.batch is not None and s.batch > 1:
         yield smaller_batch(plan, space)
     if s.training and s.gpus > 1:
@@ -61,17 +63,21 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
         yield Change({"zero": 3}, traffic)
     if s.training and s.recompute == "none" and s.fusion.fuses:
         yield Change({"recompute": "selective"}, "time: norms and SwiGLU again")
-    if s.training and s.recompute != "full" and plan.shape is not None:
-        again = plan.but(recompute="full")
-        share = again.compute.recompute / again.compute.model if again.compute else 0.0
-        costs = f"time: {share:.0%} more FLOPs"
-        if s.layers == "surokit":
-            costs += "; sk.fuse(model, recompute='full')"
-        yield Change({"recompute": "full"}, costs)
+    elif keeps and s.recompute == "none" and s.layers == "transformers":
+        yield Change({"recompute": "selective"}, f"{_again(plan, 'selective')}; torch's selective checkpointing")
+    if keeps and s.recompute != "full":
+        costs = "; sk.fuse(model, recompute='full')" if s.layers == "surokit" else ""
+        yield Change({"recompute": "full"}, _again(plan, "full") + costs)
     yield from _on_the_host(plan, space)
     if s.training and s.master and not frozen(plan.recipe):
         yield Change({"master": False}, "precision: updates below the weights' own step are rounded away")
     yield from _smaller_weights(plan)
+
+
+def _again(plan: Plan, recompute: str) -> str:
+    """Say how many FLOPs more computing again takes."""
+    again = plan.but(recompute=recompute).compute
+    return f"time: {again.recompute / again.model:.0%} more FLOPs" if again else "time: each layer's forward again"
 
 
 def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
@@ -79,7 +85,7 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
     s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
     if s.device == "cpu":
         return
-    if s.training and plan.shape is not None and not s.offload_activations:
+    if s.training and not plan.memory.left_out and not s.offload_activations:
         yield Change({"offload_activations": True}, "time, where the link is slower than computing")
     if trains and not s.prefetch and s.optimizer in ("adamw", "adamw8bit"):
         yield Change({"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)")

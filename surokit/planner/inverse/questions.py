@@ -9,7 +9,8 @@
 Nothing here has a formula of its own. Every answer is found by planning again (`Plan.but`), so it is the inverse of the
 plan by construction: the answer meets what was asked and the next whole number does not. That needs a plan that only
 grows: more sequences, tokens, layers or parameters never take less memory, and more GPUs never more time. The inverse
-knows no more than the plan: at a given rate, GPUs keep it in any number, unless `efficiency` says how it falls.
+knows no more than the plan: at a given rate, GPUs keep it in any number, unless `efficiency` says how it falls. Without a
+rate, time and cost are the likely ones.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _MOST = {"batch": 10**9, "length": 10**9, "layers": 1024, "parameters": 10**14}
 _MOST_GPUS = 10**7
 # arguments.parameters takes nothing smaller for a model
 _LEAST = {"parameters": 10**4}
+#: Sequences and tokens of each, where memory needs activations and the plan has neither.
+_BATCH, _LENGTH = 1, 2048
 #: Tokens a parameter that make the most of a training budget, by the rule of thumb from Hoffmann et al. (arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
 
@@ -43,8 +46,8 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
     """Return the largest batch, length, number of layers or of parameters whose memory one GPU has.
 
     what        "batch" (sequences on one GPU), "length" (tokens of each), "layers" (of the config, all else as it is), or
-                "parameters", for plans of a number: their weights, gradients and optimizer states alone, so leave
-                activations their room in `gib`
+                "parameters", for plans of a number: with the activations of a typical shape, of one sequence of 2,048 tokens
+                where the plan has no batch and length
     gib         memory to use, GiB; the GPU's own without it
     multiple    only multiples of this, as lengths of 128
 
@@ -84,6 +87,7 @@ def gpus_for(
 ) -> int:
     """Return the fewest GPUs that finish within `days`, whose memory of `gib` each suffices, or both.
 
+    gib         counts the activations of one sequence of 2,048 tokens where the plan has no batch and length
     usd         a budget that the run must also keep to; at a constant rate, cost does not depend on the number of GPUs
     multiple    only multiples of this: 8 for whole nodes
     efficiency  the share of the plan's rate that each of n GPUs keeps: a function of n, or a `fit_speedup` to measured
@@ -114,7 +118,7 @@ def tokens_for(
     """
     budgets = _budgets(days, gpu_hours, usd)
     trial = _spending(plan, budgets)
-    scale = min(budget / getattr(trial, name) for name, budget in budgets.items())
+    scale = min(budget / _figure(trial, name) for name, budget in budgets.items())
     assert trial.tokens is not None
     tokens = round(trial.tokens * scale)
     if not 1000 <= tokens <= 1e16:
@@ -124,7 +128,7 @@ def tokens_for(
 
     def excess(n: int) -> float:
         again = plan.but(tokens=n)
-        return max(getattr(again, name) - budget for name, budget in budgets.items())
+        return max(_figure(again, name) - budget for name, budget in budgets.items())
 
     # the guess is right but for rounding
     return solve(excess, max(1000, tokens - tokens // 10**6 - 1), 10**16)
@@ -143,7 +147,7 @@ def rate_for(
     # at one TFLOPS, which an unknown GPU does not refuse
     slow = plan.but(gpu=None, tflops_per_gpu=1.0, mfu=None)
     _has(slow, budgets)
-    tflops = max(getattr(slow, name) / budget for name, budget in budgets.items())
+    tflops = max(_figure(slow, name) / budget for name, budget in budgets.items())
     peak = _most_tflops(plan)
     if peak is not None and tflops > peak:
         given = " and ".join(_budget_text(name, budget) for name, budget in budgets.items())
@@ -198,7 +202,7 @@ def parameters_for(
         )
     trial = _spending(plan, budgets)
     assert trial.flops is not None
-    flops = trial.flops * min(budget / getattr(trial, name) for name, budget in budgets.items())
+    flops = trial.flops * min(budget / _figure(trial, name) for name, budget in budgets.items())
     if law is None:
         parameters = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
         tokens = TOKENS_PER_PARAMETER * parameters
@@ -231,7 +235,8 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
             raise ValueError(
                 "largest(plan, 'parameters') is for plans of a number: this one has a config, ask for its 'layers'."
             )
-        return lambda n: _of(plan, parameters=float(n), name=f"{units.count(n)} parameters")
+        filled = _with_activations(plan)
+        return lambda n: _of(filled, parameters=float(n), name=f"{units.count(n)} parameters")
     if shape is None:
         raise ValueError(
             f"A number of parameters has no {what} to fit: plan with a config, or ask for the largest 'parameters'."
@@ -245,6 +250,11 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
         return _of(plan, shape=other, parameters=float(other.parameters), name=name)
 
     return deep
+
+
+def _with_activations(plan: Plan) -> Plan:
+    """Return the plan with a batch and a length, so that its memory has activations."""
+    return plan.but(batch=plan.setup.batch or _BATCH, length=plan.setup.length or _LENGTH)
 
 
 def _in_layers(shape: Shape, n: int) -> Shape:
@@ -346,15 +356,27 @@ def _budget_text(name: str, budget: float) -> str:
 
 
 def _has(plan: Plan, names: Mapping[str, float] | tuple[str, ...]) -> None:
-    """Raise ValueError where the plan lacks one of these figures, which are None without a rate or a price."""
+    """Raise ValueError where the plan lacks one of these figures, which need a rate or a likely step, and a price."""
     for name in names:
-        if getattr(plan, name) is not None:
+        if getattr(plan, name) is not None or (
+            plan.likely_days is not None and (name != "usd" or plan.price is not None)
+        ):
             continue
-        if plan.time.rate_tflops is None:
+        if plan.time.rate_tflops is None and plan.likely_days is None:
             raise ValueError(
                 "How far time and money go needs a rate: give the plan tflops_per_gpu=, or mfu= with gpu=."
             )
         raise ValueError("A budget in USD needs a price: give the plan usd_per_gpu_hour=.")
+
+
+def _figure(plan: Plan, name: str) -> float:
+    """Return the days, GPU hours or USD of a plan: those at its rate, or the likely ones."""
+    if (found := getattr(plan, name)) is not None:
+        return float(found)
+    assert plan.likely_days is not None
+    days = plan.likely_days[0]
+    hours = days * 24 * plan.setup.gpus
+    return {"days": days, "gpu_hours": hours, "usd": hours * (plan.price.middle if plan.price else 0.0)}[name]
 
 
 def _spending(plan: Plan, budgets: Mapping[str, float]) -> Plan:
@@ -389,18 +411,17 @@ def _share(efficiency: Callable[[int], float] | Speedup | None) -> Callable[[int
 
 def _affordable(plan: Plan, usd: float, share: float) -> None:
     _run(plan, ("usd",))
-    assert plan.usd is not None
-    if plan.usd / share > usd:
+    costs = _figure(plan, "usd") / share
+    if costs > usd:
         raise ValueError(
-            f"The run costs {units.value(plan.usd / share, 'USD')} on {plan.setup.gpus:,} GPUs, the fewest that do, more "
+            f"The run costs {units.value(costs, 'USD')} on {plan.setup.gpus:,} GPUs, the fewest that do, more "
             f"than {units.value(usd, 'USD')}: tokens_for(usd=) says how far that goes."
         )
 
 
 def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], float]) -> int:
     _run(plan, ("days",))
-    assert plan.gpu_hours is not None
-    gpus = plan.gpu_hours / 24 / days
+    gpus = _figure(plan, "gpu_hours") / 24 / days
     if gpus > _MOST_GPUS:
         raise ValueError(
             f"{units.days(days)} would take {gpus:.3g} GPUs, more than there are: give more days, or plan fewer tokens."
@@ -409,9 +430,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
     @cache
     def takes(nodes: int) -> float:
         """Return the days on so many nodes, which fall with more GPUs, and may rise again where these wait for each other."""
-        alone = plan.but(gpus=nodes * unit).days
-        assert alone is not None
-        return alone / share(nodes * unit)
+        return _figure(plan.but(gpus=nodes * unit), "days") / share(nodes * unit)
 
     # more GPUs help up to a point; the first few may also lose to one, by a communication that hardly grows with more
     last, fastest = 1, 1
@@ -435,6 +454,8 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
 
 def _nodes_that_hold(plan: Plan, room: float, unit: int, least: int) -> int:
     """Return the fewest nodes, `least` or more, whose GPUs hold their share of the model in `room` GiB each."""
+
+    plan = _with_activations(plan)
 
     def excess(less: int) -> float:
         return plan.but(gpus=-less * unit).memory.gib - room

@@ -1,7 +1,7 @@
 """Choose a recipe: plan each on the same model and GPU, and name the one predicted fastest of those that fit.
 
-Times of recipes are those of the plan's estimate of a step (roofline.py), where it has one. Without one they are bounds,
-every product at its own dense peak: an emulated recipe then looks as fast as bfloat16, so none is called the fastest.
+Times of recipes are likely ones where a plan has them, else those of its estimate. Without either they are bounds, every product at
+its own dense peak: an emulated recipe then looks as fast as bfloat16, so none is called the fastest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class RecipeChoice:
     """A RecipeChoice holds one recipe on a plan; figures that are not known are None.
 
-    kind        of `step_ms`: "prediction" at measured rates, "optimistic" at a datasheet's, or "bound"
+    kind        of `step_ms`, as `Plan.step_time` has it: "prediction", "likely", "optimistic" or "bound"
     speedup     against the recipe that `against` names, bfloat16 with the same parameters trained; None where the kinds differ
     products    "bf16", "native", "partly native" or "emulated" on the plan's GPU, "" without one; `why` in words
     fastest     True for the least time of those that fit and train as much as the plan, everything or an adapter
@@ -138,10 +138,7 @@ def _label(recipe: Recipe) -> str:
 
 def _step(plan: Plan) -> tuple[float | None, str]:
     """Return (milliseconds of one step, the kind of that figure)."""
-    if (estimate := plan.estimate) is not None:
-        return estimate.step_ms, estimate.kind
-    floor = plan.time.floor_step_ms
-    return floor, "" if floor is None else "bound"
+    return plan.step_time or (None, "")
 
 
 def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:

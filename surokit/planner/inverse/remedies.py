@@ -1,14 +1,17 @@
 """Find the changes that make a plan fit, and its largest terms of memory and time; each change is planned, and its effect shown.
 
-The remedies are the changes that save memory (changes.py), in their order. Whatever a remedy puts on the host has to fit there
-too, where the host's memory is known.
+The remedies are the changes that save memory (changes.py). The ways are the sets of one or two of them, and where there
+is none of three, that make the plan fit and of which none can be left out, those with the least time of a step first. Whatever a
+remedy puts on the host has to fit there too, where the host's memory is known. What changes the recipe, and with it what trains, is
+taken where nothing else suffices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 #: A remedy is shown where it alone takes this share of the memory away, or is part of the path.
 NOTICEABLE = 0.01
+_MOST_TOGETHER = 3  # remedies that are tried in every set
+_SHOWN = 5  # ways that a Fitting prints
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Remedy:
     """A Remedy is one change: `how` to write it, what it `costs`, the GiB that the plan takes with it alone, and the host's GiB.
 
     `fits` says whether GPU and host have that much, `hosted` whether the host has; a host whose memory is not known has room for
-    everything.
+    everything. `step_ms` is the time of a step with it, None where that is not known.
     """
 
     how: str
@@ -44,24 +49,50 @@ class Remedy:
     fits: bool
     host_gib: float = 0.0
     hosted: bool = True
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class FittingWay:
+    """A FittingWay holds remedies that make a plan fit together, and the plan with them."""
+
+    remedies: tuple[Remedy, ...]
+    plan: Plan
+
+    @property
+    def how(self) -> str:
+        """Return the remedies as a user types them."""
+        return ", ".join(remedy.how for remedy in self.remedies)
+
+    @property
+    def step_ms(self) -> float | None:
+        """Return the ms of a step; None where they are not known."""
+        return None if self.plan.step_time is None else self.plan.step_time.ms
 
 
 @dataclass(frozen=True, repr=False)
 class Fitting:
-    """A Fitting holds the remedies that help a plan fit into `room_gib`: each alone, and in `path` the first that suffice together.
+    """A Fitting holds the remedies that help a plan fit into `room_gib`: each alone, and in `ways` those that suffice together.
 
+    The fastest way is the first, and `path` are its remedies; ways without a known time come last, in the order of their costs.
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
-    nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a path.
-    `host_room_gib` is the host's memory, None where it is not known.
+    nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a way.
+    `host_room_gib` is the host's memory, None where it is not known. `kind` is that of the times of a step.
     """
 
     room_gib: float
     gib: float
     remedies: tuple[Remedy, ...]
-    path: tuple[Remedy, ...]
+    ways: tuple[FittingWay, ...]
     plan: Plan | None
     sentence: str
     host_room_gib: float | None = None
+    kind: str = ""
+
+    @property
+    def path(self) -> tuple[Remedy, ...]:
+        """Return the remedies of the first way; none where the plan fits, or nothing is enough."""
+        return self.ways[0].remedies if self.ways else ()
 
     @property
     def already(self) -> bool:
@@ -69,15 +100,25 @@ class Fitting:
         return self.plan is not None and not self.path
 
     def table(self) -> pd.DataFrame:
-        """Return the remedies as a DataFrame, one a row: remedy, gib, fits, host_gib, hosted, costs."""
-        columns = ["remedy", "gib", "fits", "host_gib", "hosted", "costs"]
-        return data_frame([(r.how, r.gib, r.fits, r.host_gib, r.hosted, r.costs) for r in self.remedies], columns)
+        """Return the remedies as a DataFrame, one a row: remedy, gib, step_ms, fits, host_gib, hosted, costs."""
+        columns = ["remedy", "gib", "step_ms", "fits", "host_gib", "hosted", "costs"]
+        rows = [(r.how, r.gib, r.step_ms, r.fits, r.host_gib, r.hosted, r.costs) for r in self.remedies]
+        return data_frame(rows, columns)
+
+    def together(self) -> pd.DataFrame:
+        """Return the ways as a DataFrame, one a row, the fastest first: way, step_ms, gib, host_gib, costs."""
+        rows = [
+            (w.how, w.step_ms, w.plan.memory.gib, w.plan.memory.host_gib, "; ".join(r.costs for r in w.remedies))
+            for w in self.ways
+        ]
+        return data_frame(rows, ["way", "step_ms", "gib", "host_gib", "costs"])
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
             (
                 r.how,
                 units.gib(r.gib),
+                _ms(r.step_ms),
                 "would fit" if r.fits and not self.already else "",
                 units.gib(r.host_gib) if r.host_gib else "",
                 "" if r.hosted else "does not fit",
@@ -86,7 +127,14 @@ class Fitting:
             for r in self.remedies
         ]
 
-    _HEADER = ("one at a time", "leaves", "", "on the host", "", "and costs")
+    def _ways(self) -> list[tuple[str, ...]]:
+        return [(w.how, units.gib(w.plan.memory.gib), _ms(w.step_ms)) for w in self.ways[:_SHOWN]]
+
+    _HEADER = ("one at a time", "leaves", "a step", "", "on the host", "", "and costs")
+
+    @property
+    def _ways_header(self) -> tuple[str, str, str]:
+        return ("what fits, the fastest first", "leaves", f"a step ({self.kind})" if self.kind else "")
 
     def _title(self) -> str:
         room = units.gib(self.room_gib)
@@ -95,11 +143,16 @@ class Fitting:
         return f"{units.gib(self.gib)} into {room}: {self.sentence}"
 
     def __repr__(self) -> str:
-        table = [text_table(self._rows(), header=self._HEADER, right=(1, 3))] if self.remedies else []
-        return "\n".join([self._title(), *table])
+        ways = [text_table(self._ways(), header=self._ways_header, right=(1, 2))] if self.ways else []
+        table = [text_table(self._rows(), header=self._HEADER, right=(1, 2, 4))] if self.remedies else []
+        return "\n".join([self._title(), *ways, *table])
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows(), header=self._HEADER, right=(1, 3), title=self._title())
+        ways = (
+            html_table(self._ways(), header=self._ways_header, right=(1, 2), title=self._title()) if self.ways else ""
+        )
+        title = "" if self.ways else self._title()
+        return ways + html_table(self._rows(), header=self._HEADER, right=(1, 2, 4), title=title)
 
 
 def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
@@ -111,20 +164,20 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     space = _space(plan, gib, host)
     memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
     tries = tuple(_remedy(plan, space, change) for change in saving_memory(plan, space))
-    path = () if space.holds(memory) else _eased(plan, _path(plan, tries, space), space)
-    eased = {tuple(remedy.changes): remedy for remedy in path}
-    better = plan.but(**merged(r.changes for r in path or tries))
-    if space.holds(memory):
-        better, sentence = plan, f"it fits as it is{_without(plan)}"
-    elif path:
-        together = " with ".join(remedy.how for remedy in path)
-        verb = "makes" if len(path) == 1 else "make"
-        sentence = f"{together} {verb} it fit ({_takes(better)}){_without(plan)}"
+    ways = () if space.holds(memory) else _fastest(_ways(plan, tries, space))
+    in_ways = {tuple(remedy.changes) for way in ways for remedy in way.remedies}
+    enough = plan if space.holds(memory) else ways[0].plan if ways else None
+    if enough is plan:
+        sentence = f"it fits as it is{_without(plan)}"
+    elif enough is not None:
+        together = " with ".join(remedy.how for remedy in ways[0].remedies)
+        verb = "makes" if len(ways[0].remedies) == 1 else "make"
+        sentence = f"{together} {verb} it fit ({_takes(enough)}){_without(plan)}"
     else:
-        sentence = _no_way(plan, tries, better, space)
-    helping = tuple(r for r in tries if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in eased)
-    enough = better if path or space.holds(memory) else None
-    return Fitting(space.gib, memory.gib, helping, path, enough, sentence, host_room)
+        sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
+    helping = tuple(r for r in tries if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways)
+    kind = "" if plan.step_time is None else plan.step_time.kind
+    return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind)
 
 
 def _space(plan: Plan, gib: float | None, host: Host | None) -> Space:
@@ -150,12 +203,23 @@ def _takes(plan: Plan) -> str:
 
 def _remedy(plan: Plan, space: Space, change: Change) -> Remedy:
     again, costs = change.of(plan), change.costs
-    memory, waits_ms = again.memory, again.time.waits_ms
+    memory, waits_ms, time = again.memory, again.time.waits_ms, again.step_time
     if waits_ms is not None and again.setup.offloads != plan.setup.offloads:
         costs += f"; {units.value(waits_ms, 'ms')} more a step"
     return Remedy(
-        change.how, change.arguments, costs, memory.gib, space.holds(memory), memory.host_gib, space.hosts(memory)
+        change.how,
+        change.arguments,
+        costs,
+        memory.gib,
+        space.holds(memory),
+        memory.host_gib,
+        space.hosts(memory),
+        None if time is None else time.ms,
     )
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else units.value(value, "ms")
 
 
 def _largest(plan: Plan) -> str:
@@ -169,45 +233,73 @@ def _without(plan: Plan) -> str:
     return f", without {left_out[0].partition(':')[0]}" if left_out else ""
 
 
-def _path(plan: Plan, remedies: Sequence[Remedy], space: Space) -> tuple[Remedy, ...]:
-    """Return the first remedy that suffices, or the first that suffice together, without any that is not needed."""
+def _fastest(ways: Sequence[FittingWay]) -> tuple[FittingWay, ...]:
+    """Return the ways, those with the least time of a step first; those whose time is not known last, as they come."""
+    return tuple(sorted(ways, key=lambda way: math.inf if way.step_ms is None else way.step_ms))
+
+
+def _ways(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingWay]:
+    """Return the ways to make the plan fit: those that leave the recipe; where there is none, one change that does not, or what
+    suffices with it."""
+    leaving = [remedy for remedy in remedies if "recipe" not in remedy.changes]
+    if found := _sets(plan, leaving, space):
+        return found
+    if taken := _together(plan, leaving, space):
+        return [taken]
+    changing = [remedy for remedy in remedies if "recipe" in remedy.changes]
+    if found := _sets(plan, changing, space, most=1):
+        return found[:1]
+    taken = _together(plan, remedies, space)
+    return [taken] if taken else []
+
+
+def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOST_TOGETHER) -> list[FittingWay]:
+    """Return the sets of one or two remedies that make the plan fit, and where there are none of up to `most`, of which none can be
+    left out."""
+    sets: list[set[int]] = []
+    found: list[FittingWay] = []
+    for size in range(1, most + 1):
+        if found and size > 2:
+            break
+        for chosen in combinations(range(len(remedies)), size):
+            names = [name for i in chosen for name in remedies[i].changes]
+            if len(set(names)) < len(names) or any(known <= set(chosen) for known in sets):
+                continue
+            way = _way(plan, [remedies[i] for i in chosen], space)
+            if space.holds(way.plan.memory):
+                sets.append(set(chosen))
+                found.append(way)
+    return found
+
+
+def _together(plan: Plan, remedies: Sequence[Remedy], space: Space) -> FittingWay | None:
+    """Return the first remedies that suffice together, where a later one replaces an earlier of its kind, without any that is not
+    needed; None where all together do not suffice."""
 
     def fits(some: Sequence[Remedy]) -> bool:
         return space.holds(plan.but(**merged(r.changes for r in some)).memory)
 
-    # together, remedies that leave the recipe come before one that changes it, and with it perhaps what trains
-    leaving = [r for r in remedies if "recipe" not in r.changes]
-    if first := next((r for r in leaving if r.fits), None):
-        return (first,)
-    taken = _together(leaving, fits)
-    if not taken and (other := next((r for r in remedies if r.fits), None)):
-        return (other,)
-    taken = taken or _together(remedies, fits)
-    for remedy in reversed(taken[:-1]):
-        rest = [r for r in taken if r is not remedy]
-        if fits(rest):
-            taken = rest
-    return tuple(taken)
-
-
-def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], bool]) -> list[Remedy]:
-    """Return the first remedies that suffice together, where a later one replaces an earlier of its kind; none where all together
-    do not suffice."""
     taken: list[Remedy] = []
     for remedy in remedies:
         taken = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
         if fits(taken):
-            return taken
-    return []
+            break
+    else:
+        return None
+    for remedy in reversed(taken[:-1]):
+        rest = [r for r in taken if r is not remedy]
+        if fits(rest):
+            taken = rest
+    return _way(plan, taken, space)
 
 
-def _eased(plan: Plan, path: tuple[Remedy, ...], space: Space) -> tuple[Remedy, ...]:
-    """Return the path with the largest batch that still fits with its other remedies."""
-    others = merged(r.changes for r in path if "batch" not in r.changes)
-    if len(path) < 2 or not any("batch" in remedy.changes for remedy in path):
-        return path
-    eased = _remedy(plan, space, smaller_batch(plan.but(**others), space))
-    return tuple(eased if "batch" in remedy.changes else remedy for remedy in path)
+def _way(plan: Plan, chosen: Sequence[Remedy], space: Space) -> FittingWay:
+    """Return the way of these remedies, with the largest batch that fits beside the others."""
+    others = [r.changes for r in chosen if "batch" not in r.changes]
+    if 0 < len(others) < len(chosen):
+        eased = _remedy(plan, space, smaller_batch(plan.but(**merged(others)), space))
+        chosen = [eased if "batch" in r.changes else r for r in chosen]
+    return FittingWay(tuple(chosen), plan.but(**merged(r.changes for r in chosen)))
 
 
 # -- what binds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from surokit import arguments
 from surokit.hardware.gpus import Gpu
@@ -101,6 +101,14 @@ def expected_goodput(
             f"restarts of {restart:.3g}: make saving or restarting faster, or use fewer GPUs."
         )
     return Goodput(share, mtbf / 60, every)
+
+
+class StepTime(NamedTuple):
+    """A StepTime holds the ms of an optimizer step, and their kind: "prediction" at measured rates, "likely" by published runs,
+    "optimistic" at a datasheet's rates, or "bound", every product at its dense peak."""
+
+    ms: float
+    kind: str
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ that published runs of the same kind of GPU and engine reached, and adds what st
 
     device  products x p + attention x a + bytes x m + gap x kernels, each factor fitted
     p       grows with t / number of waves of tiles of a product (at most t), and with s / length that it contracts
+    a       grows with b / length of a sequence
     step    (device^4 + host^4)^(1/4) + c x communication + k        host: a time a launch; the longer of the two decides
 
-Factors are of a kind of GPU (products), of an architecture (attention), and of an engine: "eager" PyTorch, "compiled" by
-torch.compile, or "fused" by hand. `python -m surokit.bench published` fits them to the runs of compare/runs.csv and writes
+Factors are of a kind of GPU (products), of an architecture and a kernel (attention), and of an engine: "eager" PyTorch, "compiled"
+by torch.compile, or "fused" by hand. `python -m surokit.bench published` fits them to the runs of compare/runs.csv and writes
 hardware/reached.csv. The interval from `low_ms` to `high_ms` holds eight of ten runs: nine of ten take longer than `low_ms`, one
 of ten longer than `high_ms`, by the errors of runs that were left out of the fit.
 """
@@ -24,15 +25,20 @@ from importlib.resources import files
 from typing import Any
 
 from surokit.hardware.gpus import Gpu
-from surokit.planner.counts.memory import Engine
+from surokit.planner.counts.communication import GPUS_A_NODE
+from surokit.planner.counts.memory import Engine, Setup
+from surokit.planner.offload.formulas import Host
 from surokit.planner.times.roofline import Estimate
 
 ANY = "any"  # in reached.csv: of what no published run has
+#: (ms that a step computes, the host) -> ms of the step with what is kept on the host
+WithHost = Callable[[float, Host], float]
 _OTHER = "other"  # architecture of GPUs without a compute capability
 _PRODUCTS = ("forward", "grad_input", "grad_weight")
 _TILE = 128 * 256  # outputs that one multiprocessor computes at a time, in the kernels of large products
 _SMS = 132  # of a GPU whose number is not known
 _STEP = 128  # of the contracted length
+_BRIEF = 1024  # of a sequence
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class Terms:
 
     products        of linear layers and the head; `unhidden`: bytes of these beyond their FLOPs; `tails` over the number of waves
                     of tiles, at most one; `short` over the contracted length, in steps of 128
-    attention       FLOPs at the rate of plain products
-    launches        number of kernels; `launched`: of these by the host, none in CUDA graphs
+    attention       FLOPs at the rate of plain products; `brief` over the length of sequence or window, in steps of 1,024
+    launches        number of kernels; by the host, none in CUDA graphs: `launched`, and `adapted`, those of adapters
     """
 
     products: float = 0.0
@@ -50,12 +56,14 @@ class Terms:
     short: float = 0.0
     unhidden: float = 0.0
     attention: float = 0.0
+    brief: float = 0.0
     elementwise: float = 0.0
     quantization: float = 0.0
     adapter: float = 0.0
     optimizer: float = 0.0
     launches: float = 0.0
     launched: float = 0.0
+    adapted: float = 0.0
     communication: float = 0.0
 
 
@@ -63,23 +71,30 @@ class Terms:
 class Factors:
     """A Factors holds what the terms of a step are multiplied by on one kind of GPU with one engine.
 
-    gap_us, host_us     microseconds a kernel: between two on the device, and on the host for its launch
+    gap_us, host_us     microseconds a kernel: between two on the device, and on the host for its launch; `adapter_us` of adapters,
+                        whose modules do more in Python
     link                share of the communication that the step waits for
     constant_ms         of a step, whatever it does
+    host_link           share of the datasheet's link to the host that copies reach
+    host_adam           parameters a second that AdamW updates on the CPUs of a node
     """
 
     products: Any
     tails: Any
     short: Any
     attention: Any
+    brief: Any
     memory: Any
     quantization: Any
     adapter: Any
     optimizer: Any
     gap_us: Any
     host_us: Any
+    adapter_us: Any
     link: Any
     constant_ms: Any
+    host_link: Any
+    host_adam: Any
 
 
 @dataclass(frozen=True)
@@ -114,13 +129,20 @@ class Likely:
         return self.low_ms / self.step_ms, self.high_ms / self.step_ms
 
 
-def likely_step(estimate: Estimate, gpu: Gpu, engine: Engine) -> Likely:
-    """Return the likely time of a step that was estimated at a datasheet's rates. Raises ValueError where rates were measured,
-    which predict by themselves."""
+def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost) -> Likely:
+    """Return the likely time of a step that was estimated at a datasheet's rates.
+
+    with_host: takes the ms that a step computes and the host beside its GPU, and returns the ms with what is kept there. Raises
+    ValueError where rates were measured, which predict by themselves, and where what is kept on the host goes over a link that is
+    not known.
+    """
     if gpu.ceilings is not None:
         raise ValueError(f"The rates of {gpu.name} were measured: its estimate is a prediction already.")
     reached = _reached()
-    ms = float(step_ms(terms_of(estimate, gpu), factors_for(gpu, engine, reached)))
+    engine, factors = setup.engine, factors_for(gpu, setup, reached)
+    ms = float(step_ms(terms_of(estimate, gpu), factors))
+    if setup.offloads:
+        ms = with_host(ms, likely_host(gpu, setup.gpus, factors.host_link, factors.host_adam))
     seen, low, high = interval(gpu, engine, reached)
     runs = "runs" if seen != 1 else "run"
     how = (
@@ -133,23 +155,34 @@ def likely_step(estimate: Estimate, gpu: Gpu, engine: Engine) -> Likely:
     return Likely(ms, ms * low, ms * high, estimate.tokens, estimate.model_flop, how)
 
 
+def likely_host(gpu: Gpu, gpus: int, link: float, adam: float) -> Host:
+    """Return the host beside one of `gpus` GPUs, of which each has its part; link, adam: as Factors has them. Raises ValueError
+    where the link is not known."""
+    if gpu.host_gb_s is None:
+        raise ValueError(f"The link between {gpu.name} and its host is not known: give a Gpu with host_gb_s=.")
+    return Host(gpu.host_gb_s * link, adam / min(gpus, GPUS_A_NODE))
+
+
 def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
     """Sum the rows of an estimate by what they are multiplied by."""
     found = dict.fromkeys((f.name for f in fields(Terms)), 0.0)
     for row in estimate.rows:
         found["launches"] += row.launches
+        if not estimate.rates.graphs:
+            found["adapted" if row.group == "adapter" else "launched"] += row.launches
         if row.group in ("products", "head and loss") and row.part in _PRODUCTS:
             found["products"] += row.compute_ms
             found["tails"] += row.compute_ms * min(1.0, (gpu.sms or _SMS) * _TILE / (row.outputs or 1.0))
             found["short"] += row.compute_ms * _STEP / (row.inner or 1.0)
             found["unhidden"] += max(0.0, row.memory_ms - row.compute_ms)
         elif row.group == "attention":
-            found["attention"] += row.flop / estimate.rates.products[None] / 1e9
+            ms = row.flop / estimate.rates.products[None] / 1e9
+            found["attention"] += ms
+            found["brief"] += ms * _BRIEF / (row.inner or _BRIEF)
         elif row.group in ("quantization", "adapter", "optimizer"):
             found[row.group] += row.device_ms
         else:
             found["elementwise"] += row.device_ms
-    found["launched"] = 0.0 if estimate.rates.graphs else found["launches"]
     found["communication"] = estimate.communication.ms or 0.0
     return Terms(**found)
 
@@ -158,14 +191,14 @@ def step_ms(t: Terms, f: Factors) -> Any:
     """Return the ms of a step; terms and factors may be arrays of runs."""
     device = (
         (t.products + t.tails * f.tails + t.short * f.short) * f.products
-        + t.attention * f.attention
+        + (t.attention + t.brief * f.brief) * f.attention
         + (t.elementwise + t.unhidden) * f.memory
         + t.quantization * f.quantization
         + t.adapter * f.adapter
         + t.optimizer * f.optimizer
         + t.launches * f.gap_us / 1e3
     )
-    host = t.launched * f.host_us / 1e3
+    host = (t.launched * f.host_us + t.adapted * f.adapter_us) / 1e3
     return (device**4 + host**4) ** 0.25 + t.communication * f.link + f.constant_ms
 
 
@@ -176,19 +209,18 @@ def step_ms(t: Terms, f: Factors) -> Any:
 Reached = Mapping[tuple[str, str], float]
 
 
-def factors_for(gpu: Gpu, engine: Engine, reached: Reached) -> Factors:
-    """Return the factors of a kind of GPU and an engine; of a GPU without a published run, those of any."""
-    names = names_of(gpu, engine)
+def factors_for(gpu: Gpu, setup: Setup, reached: Reached) -> Factors:
+    """Return the factors of a kind of GPU, and of a step's engine and attention; of a GPU without a published run, those of any."""
+    names = names_of(gpu, setup)
     return gather(lambda term, kind: reached.get((term, names[kind]), reached[term, ANY]))
 
 
-def names_of(gpu: Gpu, engine: Engine) -> Mapping[str, str]:
+def names_of(gpu: Gpu, setup: Setup) -> Mapping[str, str]:
     """Return the names that factors have in reached.csv, by what a factor is of."""
     return {
         "gpu": gpu.name,
-        "architecture": architecture(gpu),
-        "engine": engine,
-        "attention": "fused" if engine == "fused" else "pytorch",
+        "engine": setup.engine,
+        "kernel": f"{architecture(gpu)} {setup.attention_kernel}",
         ANY: ANY,
     }
 
@@ -199,28 +231,31 @@ def gather(of: Callable[[str, str], Any]) -> Factors:
         products=of("products", "gpu") * of("products", "engine"),
         tails=of("tails", ANY),
         short=of("short", ANY),
-        attention=of("attention", "architecture") * of("attention", "attention"),
+        attention=of("attention", "kernel"),
+        brief=of("brief", ANY),
         memory=of("memory", "engine"),
         quantization=of("quantization", ANY),
-        adapter=of("adapter", ANY),
+        adapter=of("adapter", "engine"),
         optimizer=of("optimizer", ANY),
         gap_us=of("gap_us", ANY),
         host_us=of("host_us", "engine"),
+        adapter_us=of("adapter_us", "engine"),
         link=of("link", ANY),
         constant_ms=of("constant_ms", ANY),
+        host_link=of("host_link", ANY),
+        host_adam=of("host_adam", ANY),
     )
 
 
 def architecture(gpu: Gpu) -> str:
-    """Return the name that attention's factor has for a GPU: the major number of its compute capability, "other" without."""
-    return _OTHER if gpu.capability is None else f"sm{gpu.capability[0]}0"
+    """Return the name that attention's factor has for a GPU: its compute capability, "other" without."""
+    return _OTHER if gpu.capability is None else "sm{}{}".format(*gpu.capability)
 
 
 def interval(gpu: Gpu, engine: Engine, reached: Reached) -> tuple[int, float, float]:
     """Return (number of published runs of this GPU and engine, low, high): the last two times a likely time are its p10 and p90."""
     seen = int(reached.get(("runs", f"{gpu.name} {engine}"), 0))
-    of = "seen" if seen else "unseen"
-    return seen, reached["low", of], reached["high", of]
+    return seen, reached["low", ANY], reached["high", ANY]
 
 
 @cache

@@ -262,7 +262,7 @@ def estimate_step(
     assert gpu is not None
     assert setup.batch is not None
     assert setup.length is not None
-    rates = rates_of(gpu, setup.dtype)
+    rates = rates_of(gpu, setup.dtype, setup.attention_kernel)
     assert isinstance(rates, Rates)
     if setup.graphs:
         rates = replace(rates, launch_us=0.0, graphs=True)
