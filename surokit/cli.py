@@ -227,6 +227,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     asked.add_argument("--concurrency", type=_number, metavar="N", help="sequences served at once (as many as fit)")
     asked.add_argument("--plot", type=Path, metavar="FILE", help="memory as a picture: .png, .svg or .pdf")
+    asked.add_argument("--all", action="store_true", help="every figure, how it is known, and the notes")
     asked.add_argument("--json", action="store_true", help="the same as JSON")
     plan.set_defaults(run=_plan)
 
@@ -588,7 +589,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
-_QUESTIONS = ("fits", "fitting", "recipes", "largest", "days", "serving", "concurrency", "plot", "json")
+_QUESTIONS = ("fits", "fitting", "recipes", "largest", "days", "serving", "concurrency", "plot", "all", "json")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -610,8 +611,26 @@ def _plan(arguments: argparse.Namespace) -> int:
         said = {"title": planned.title, "answers": planned.answers, "lines": lines, "notes": planned.all_notes}
         _print_json({**said, **found})
     else:
-        print("\n\n".join([str(planned), *(text for _, text in answers.values())]))
+        first = str(planned) if arguments.all else _in_short(planned, "fitting" in answers)
+        print("\n\n".join([first, *(text for _, text in answers.values())]))
     return 0
+
+
+def _in_short(planned: Plan, with_fitting: bool) -> str:
+    """Return what a person acts on: whether the plan fits and what would, its time and cost, what a step waits for, and the fastest
+    recipe."""
+    said = [answer.partition("; plan.fitting()")[0] for answer in planned.answers]
+    said += [f"Computes {units.value(planned.flops, 'FLOP')} in all"] if planned.flops is not None else []
+    if planned.room_gib is not None and planned.memory.gib > planned.room_gib and not with_fitting:
+        found = planned.fitting()
+        time = found.plan and found.plan.step_time
+        takes = f"; a step takes {units.value(time.ms, 'ms')} ({time.kind})" if time else ""
+        said.append(f"What helps: {found.sentence}{takes}")
+    if (step := planned.binds().time) is not None:
+        said.append(f"Of a step, {step.share:.0%} is bound by {step.term}")
+        said += [f"Faster: {step.remedy}"] if step.remedy else []
+    notes = f" and {units.counted(len(planned.all_notes), 'note')}" if planned.all_notes else ""
+    return "\n  ".join([f"Plan: {planned.title}", *said, f"--all prints every figure{notes}"])
 
 
 def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:

@@ -41,6 +41,34 @@ def test_plan_prints_the_405b_case(capsys):
         assert figure in text
 
 
+def test_plan_says_what_to_act_on_and_all_of_it_when_asked(capsys):
+    def said(*more: str) -> list[str]:
+        assert cli.main(["plan", "llama-3.1-8b", "--batch", "2", "--gpu", "H100", "--tokens", "1e9", *more]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    fits = said("--length", "4096", "--recompute", "full", "--usd-per-gpu-hour", "2")
+    assert len(fits) == 8
+    begins = (
+        "Plan",
+        "Fits",
+        "Likely takes",
+        "Likely costs",
+        "Computes",
+        "Of a step",
+        "Faster: recipe fp8",
+        "--all prints",
+    )
+    assert all(line.strip().startswith(begin) for line, begin in zip(fits, begins))
+    large = said("--length", "8192", "--layers", "transformers")
+    plan = sk.plan("llama-3.1-8b", batch=2, length=8192, gpu="H100", tokens=1e9, layers="transformers")
+    helps = next(line for line in large if "What helps" in line)
+    assert plan.fitting().sentence in helps
+    assert helps.endswith("ms (likely)")
+    assert not any("plan.fitting()" in line for line in large)
+    assert not any("What helps" in line for line in said("--length", "8192", "--fitting"))
+    assert said("--length", "8192", "--layers", "transformers", "--all") == str(plan).splitlines()
+
+
 def test_plan_of_a_folder_and_whether_it_fits(tmp_path, capsys):
     sizes = {
         "num_hidden_layers": 2,
@@ -72,7 +100,7 @@ def planned(capsys, *arguments):
 
 def test_every_argument_of_plan_is_one_of_the_command(config, capsys):
     names = set(inspect.signature(sk.plan).parameters) - {"what", "training"}
-    assert cli.main(["plan", config]) == 0
+    assert cli.main(["plan", config, "--all"]) == 0
     plain = capsys.readouterr().out
     known = vars(cli.make_parser().parse_args(["plan", config]))
     assert names | {"training"} <= set(known)

@@ -130,17 +130,29 @@ class Plan:
         def with_host(ms: float, host: Host) -> float:
             return offload_plan.with_offload(self.asked, self.memory, ms, host)
 
-        return likely_step(self.estimate, self.gpu, self.setup, with_host)
+        return likely_step(self.estimate, self.gpu, self.setup, with_host if self.setup.offloads else None)
 
     @property
     def has_likely(self) -> bool:
         """True if a likely time of a step can be told; unlike `likely` it counts nothing."""
+        return self.has_published_rates and not (self.setup.offloads and self.gpu and self.gpu.host_gb_s is None)
+
+    @property
+    def has_published_rates(self) -> bool:
+        """True if what published runs reached tells how long a step computes."""
         gpu, setup, shape = self.gpu, self.setup, self.shape
         if gpu is None or gpu.ceilings is not None or not setup.training or setup.device == "cpu":
             return False
-        if setup.offloads and gpu.host_gb_s is None:
-            return False
         return shape is not None and shape.experts is None and not why_no_estimate(shape, self.compute, setup, gpu)
+
+    @cached_property
+    def computing_time(self) -> StepTime | None:
+        """Return the time of a step without what is kept on the host, of the kinds of `step_time`; None where no estimate is."""
+        if (estimate := self.estimate) is None or self.gpu is None:
+            return None
+        if self.has_published_rates:
+            return StepTime(likely_step(estimate, self.gpu, self.setup).step_ms, "likely")
+        return StepTime(estimate.step_ms, estimate.kind)
 
     @cached_property
     def step_time(self) -> StepTime | None:
@@ -239,7 +251,7 @@ class Plan:
         """Predict a step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and choose:
         each way is compared with the memory of the GPU and of the host.
 
-        Without `host`, it is what a calibration of the plan's GPU measured. Options are those of `predict_offload`; those that are
+        Without `host`, it is what a calibration of the plan's GPU measured, else as published runs had it. Options are those of `predict_offload`; those that are
         not given are the plan's own optimizer's. Raises ValueError where the host or a step's time is not known, TypeError for a
         host that is not a Host.
         """

@@ -430,11 +430,11 @@ def test_what_makes_a_step_faster(monkeypatch):
     sheet = unfused.but(gpu="H200")
     assert sheet.faster().kind == "likely"
     assert sheet.faster().ways[1].why in ("taken", "no faster here")
-    monkeypatch.setattr(Plan, "has_likely", False)
+    monkeypatch.setattr(Plan, "has_published_rates", False)
     assert sheet.faster().ways[1].why == "not known: what a launch costs is measured by sk.calibrate()"
     hosted = sheet.but(recipe="fp8", optimizer="offloadadamw")  # whose host is not known: ways are compared without it
     assert hosted.step_time is None
-    assert hosted.faster().step_ms == hosted.estimate.step_ms
+    assert hosted.faster().step_ms == hosted.computing_time.ms == hosted.estimate.step_ms
     slow = unfused.but(gpu=reached(790, launch_us=100)).faster()
     assert slow.ways[1].taken
     with refused(ValueError):

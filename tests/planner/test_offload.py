@@ -31,6 +31,7 @@ from surokit.planner.offload.formulas import (
     predict_offload,
     stall_gain,
 )
+from surokit.planner.planning import Plan
 from tests.refusals import refused
 
 # host AdamW of 1.7e9 parameters in 408 ms, its adding up in 136 ms
@@ -498,9 +499,14 @@ def test_advice_holds_against_the_host():
     assert list(o.table().hosted) == [True, False, False]
 
 
-def test_times_at_a_datasheets_rates_say_so():
+def test_times_at_a_datasheets_rates_say_so(monkeypatch):
     """As the plan's own estimate does; at a rate that was given, and at measured ones, they are predictions."""
     step: dict[str, Any] = {"batch": 4, "length": 4096}
+    p = plan(QWEN_8B, gpu="H100", **step)
+    assert set(p.offload(FAST).table().kind) == {"likely"}
+    assert "  times are likely: rates that published runs reached\n" in repr(p.offload(FAST))
+    assert "  times are likely: rates that published runs reached, the host's too\n" in repr(p.offload())
+    monkeypatch.setattr(Plan, "has_published_rates", False)
     p = plan(QWEN_8B, gpu="H100", **step)
     said = "optimistic: rates of the datasheet of H100, which few runs reach"
     assert said.startswith(f"{p.estimate.kind}: {p.estimate.how.partition(';')[0]}")

@@ -345,8 +345,11 @@ def test_offload_from_a_plan():
     assert found.parameters == p.parameters
     assert found.choice == "none"  # it fits
     assert p.offload(host, fits=False).choice == "zenflow"
+    likely = p.offload()
+    assert likely.kind == "likely"
+    assert likely.host.link_gb_s == pytest.approx(0.75 * 64, rel=0.1)
     with refused(ValueError):
-        p.offload()
+        p.but(gpu="GB200").offload()
     with refused(ValueError):
         plan(8e9).offload(host)
 

@@ -22,8 +22,7 @@ def plan(model=LLAMA_7B, gpu=MI210, batch=1, length=LENGTH, **given):
 
 
 def tokens_per_s(found, step_ms=None):
-    estimate = found.estimate
-    return estimate.tokens_per_s * estimate.step_ms / (step_ms or estimate.step_ms)
+    return found.estimate.tokens / (step_ms or found.computing_time.ms) * 1e3
 
 
 def gib(found):

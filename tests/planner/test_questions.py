@@ -482,7 +482,7 @@ def test_an_estimate_is_taken_where_there_is_one(monkeypatch):
     # emulation costs time, which a bound does not see
     times = {"bf16": 100.0, "fp8": 80.0, "mxfp8": 150.0}
     monkeypatch.setattr(Plan, "estimate", property(lambda plan: Estimate(times[plan.recipe.name])))
-    monkeypatch.setattr(Plan, "has_likely", False)
+    monkeypatch.setattr(Plan, "has_published_rates", False)
     table = by_name(plan(LLAMA_8B, **FULL), list(times), gib=500)
     assert list(table["speedup"]) == [1, 1.25, pytest.approx(100 / 150)]
     assert set(table["kind"]) == {"prediction"}
@@ -740,7 +740,7 @@ def test_what_binds_by_an_estimate(monkeypatch):
             return {"mlp": 50.0, "optimizer": 40.0}
 
     monkeypatch.setattr(Plan, "estimate", property(lambda plan: Estimate()))
-    monkeypatch.setattr(Plan, "has_likely", False)
+    monkeypatch.setattr(Plan, "has_published_rates", False)
     time: Any = binds(plan(LLAMA_8B, **FULL)).time
     assert str(time).startswith(
         "time: memory, most of the time in mlp, 60% of a step of 100 ms (prediction: rates measured"

@@ -185,7 +185,7 @@ def test_it_prints():
 
 def test_a_step_at_a_datasheets_rates_says_so():
     found = plan(QWEN_8B, gpu="H100", batch=4, length=4096).streamed(HOST)
-    assert "ms (optimistic: rates of the datasheet of H100, which few runs reach), bound by " in repr(found)
+    assert "ms (likely: rates that published runs reached), bound by " in repr(found)
     assert "predicted" not in repr(found)
     assert "is predicted" in repr(plan(QWEN_8B, gpu="H100", **STEP).streamed(HOST))
 
@@ -218,7 +218,7 @@ def test_trained_weights_on_the_host_are_no_offloading_optimizers(optimizer):
         lambda: plan(QWEN_8B, offload_weights=True, optimizer="zenflow"),
         lambda: plan(QWEN_8B, offload_weights=1.5),
         lambda: plan(QWEN_8B, gpu="H100").streamed(HOST),
-        lambda: plan(QWEN_8B, gpu="H100", **STEP).streamed(),
+        lambda: plan(QWEN_8B, gpu="GB200", **STEP).streamed(),
         lambda: plan(QWEN_8B, gpu="H100", offload_weights=True, **STEP).offload(HOST),
     ],
 )

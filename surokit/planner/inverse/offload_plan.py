@@ -29,6 +29,7 @@ from surokit.planner.offload.formulas import (
     predict_offload,
 )
 from surokit.planner.offload.streaming import Streamed, predict_streamed
+from surokit.planner.times.likely import published_host
 from surokit.planner.times.roofline import why_no_estimate
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _CLASSES = {"adamw": "surokit.AdamW", "adamw8bit": "surokit.AdamW8bit", "none": 
 
 def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
     """Predict a step with the optimizer's states on the host; see `Plan.offload`."""
-    host = _host(plan, host, "offload")
+    host, known = _host(plan, host, "offload")
     if plan.setup.prefetch and not frozen(plan.recipe):
         raise ValueError(
             "The optimizer's states of streamed weights are on the host already: plan.streamed() predicts that step."
@@ -66,13 +67,13 @@ def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
     found = predict_offload(
         _computing_ms(plan), trained, host, states_gib=states, without=_CLASSES.get(without, without), **options
     )
-    kind, rates = _rates(plan)
+    kind, rates = _rates(plan, known)
     return replace(found, kind=kind, rates=rates)
 
 
 def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
     """Predict a step whose blocks' weights stay on the host; see `Plan.streamed`."""
-    host = _host(plan, host, "streamed")
+    host, known = _host(plan, host, "streamed")
     if plan.shape is None:
         raise ValueError("A number of parameters has no blocks to stream: plan with a config or a model.")
     again = plan.but(offload_weights=prefetch or plan.setup.prefetch or True)
@@ -95,7 +96,7 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
         fits=fits,
         name="bf16" if recipe is None else recipe.name,
     )
-    kind, rates = _rates(again)
+    kind, rates = _rates(again, known)
     return replace(found, kind=kind, rates=rates)
 
 
@@ -126,11 +127,14 @@ def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host) ->
     return step_ms
 
 
-def _host(plan: Plan, host: Any, asks: str) -> Host:
+def _host(plan: Plan, host: Any, asks: str) -> tuple[Host, bool]:
+    """Return the host that was given or measured, else one as published runs had it, and whether it is known."""
     found = asked_host(asks, host, plan.gpu)
+    if found is None and plan.gpu is not None and plan.gpu.ceilings is None and plan.gpu.host_gb_s is not None:
+        return published_host(plan.gpu, plan.setup.gpus), False
     if found is None:
         raise ValueError(_no_host(plan, asks))
-    return found
+    return found, True
 
 
 def _no_host(plan: Plan, asks: str) -> str:
@@ -156,9 +160,9 @@ def _computing_ms(plan: Plan, at_rate_of: Plan | None = None) -> float:
     given = at_rate_of or plan
     if given.time.step_ms is not None and given.time.rate_kind == "given":
         return given.time.step_ms * (1 + _again(plan)) / (1 + _again(given))
-    if plan.estimate is None:
+    if plan.computing_time is None:
         raise ValueError(f"The prediction needs a step's time: {_no_time(plan)}")
-    return plan.estimate.step_ms
+    return plan.computing_time.ms
 
 
 def _no_time(plan: Plan) -> str:
@@ -175,12 +179,16 @@ def _no_time(plan: Plan) -> str:
     return f"give {' and '.join(filter(None, (', '.join(wanted[:-1]), wanted[-1])))}."
 
 
-def _rates(plan: Plan) -> tuple[str, str]:
+def _rates(plan: Plan, host_known: bool) -> tuple[str, str]:
     """Return (kind of the plan's step time, the rates that it is based on), with the plan's own labels."""
+    if not host_known:
+        return "likely", "rates that published runs reached, the host's too"
     if plan.time.rate_kind == "given" and plan.time.step_ms is not None:
         return "prediction", ""
     assert plan.estimate is not None, "its time was asked before"
-    return plan.estimate.kind, plan.estimate.how
+    assert plan.computing_time is not None
+    kind = plan.computing_time.kind
+    return kind, "rates that published runs reached" if kind == "likely" else plan.estimate.how
 
 
 def _again(plan: Plan) -> float:

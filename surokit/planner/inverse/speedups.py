@@ -89,10 +89,9 @@ class Faster:
 
 def _time(plan: Plan) -> StepTime:
     """Return the time of a step; without what is kept on the host, where that is not known: it is the same in every way."""
-    if plan.step_time is not None:
-        return plan.step_time
-    assert plan.estimate is not None
-    return StepTime(plan.estimate.step_ms, plan.estimate.kind)
+    found = plan.step_time or plan.computing_time
+    assert found is not None
+    return found
 
 
 def faster(plan: Plan, *, gib: float | None = None) -> Faster:

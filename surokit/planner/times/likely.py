@@ -129,20 +129,20 @@ class Likely:
         return self.low_ms / self.step_ms, self.high_ms / self.step_ms
 
 
-def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost) -> Likely:
+def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None) -> Likely:
     """Return the likely time of a step that was estimated at a datasheet's rates.
 
-    with_host: takes the ms that a step computes and the host beside its GPU, and returns the ms with what is kept there. Raises
-    ValueError where rates were measured, which predict by themselves, and where what is kept on the host goes over a link that is
-    not known.
+    with_host: takes the ms that a step computes and the host beside its GPU, and returns the ms with what is kept there; without
+    it the step is what is computed. Raises ValueError where rates were measured, which predict by themselves, and where the link to
+    the host is not known.
     """
     if gpu.ceilings is not None:
         raise ValueError(f"The rates of {gpu.name} were measured: its estimate is a prediction already.")
     reached = _reached()
     engine, factors = setup.engine, factors_for(gpu, setup, reached)
     ms = float(step_ms(terms_of(estimate, gpu), factors))
-    if setup.offloads:
-        ms = with_host(ms, likely_host(gpu, setup.gpus, factors.host_link, factors.host_adam))
+    if with_host is not None:
+        ms = with_host(ms, published_host(gpu, setup.gpus))
     seen, low, high = interval(gpu, engine, reached)
     runs = "runs" if seen != 1 else "run"
     how = (
@@ -153,6 +153,13 @@ def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost)
     if estimate.communication.bytes and estimate.communication.ms is None:
         how += ", without communication, whose rate is not known"
     return Likely(ms, ms * low, ms * high, estimate.tokens, estimate.model_flop, how)
+
+
+def published_host(gpu: Gpu, gpus: int) -> Host:
+    """Return the host beside one of `gpus` GPUs, with rates that published runs had. Raises ValueError where the link is not
+    known."""
+    reached = _reached()
+    return likely_host(gpu, gpus, reached["host_link", ANY], reached["host_adam", ANY])
 
 
 def likely_host(gpu: Gpu, gpus: int, link: float, adam: float) -> Host:
