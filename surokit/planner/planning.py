@@ -251,9 +251,9 @@ class Plan:
         """Predict a step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and choose:
         each way is compared with the memory of the GPU and of the host.
 
-        Without `host`, it is what a calibration of the plan's GPU measured, else as published runs had it. Options are those of `predict_offload`; those that are
-        not given are the plan's own optimizer's. Raises ValueError where the host or a step's time is not known, TypeError for a
-        host that is not a Host.
+        Without `host`, it is what a calibration of the plan's GPU measured, else as published runs had it. Options are those of
+        `predict_offload`; those that are not given are the plan's own optimizer's. Raises ValueError where the host or a step's
+        time is not known, TypeError for a host that is not a Host.
         """
         return offload_plan.offload(self, host, **options)
 

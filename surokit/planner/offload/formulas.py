@@ -179,7 +179,8 @@ class Offload:
                     states, and ZenFlow's cold gradients until they have left
     gpu_gib         the GPU's memory that the whole step takes by way, and fits whether it has that much; None where not known
     without         the optimizer of the way without offload
-    kind            of the times, "prediction", "likely" or "optimistic"; rates says what they are based on, "" for rates that were given
+    kind            of the times, "prediction", "likely" or "optimistic"; rates says what they are based on, "" for rates that were
+                    given
     """
 
     parameters: float

@@ -77,7 +77,8 @@ class Streamed:
     bytes_up, bytes_down    over the link in a step; `block_bytes` are the largest block's
     compute_ms      time of a step in which blocks are computed `again`, as in training; link_ms that of the link's busier direction
     exposed_ms      time of the link that does not overlap with compute; adam_ms that of the host's AdamW
-    kind            of the times, "prediction", "likely" or "optimistic"; rates says what they are based on, "" for rates that were given
+    kind            of the times, "prediction", "likely" or "optimistic"; rates says what they are based on, "" for rates that were
+                    given
     gpu_gib, host_gib   memory of one GPU at the step's fullest moment, and of the host; fits: whether the GPU has it, None where
                     that is not known
     """
