@@ -624,10 +624,14 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
     if planned.room_gib is not None and planned.memory.gib > planned.room_gib and not with_fitting:
         found = planned.fitting()
         time = found.plan and found.plan.step_time
-        takes = f"; a step takes {units.value(time.ms, 'ms')} ({time.kind})" if time else ""
+        takes = (
+            f"; a step takes {units.value(time.ms, 'ms')} ({time.kind})"
+            if time and planned.time.rate_kind != "given"
+            else ""
+        )
         said.append(f"What helps: {found.sentence}{takes}")
     if (step := planned.binds().time) is not None:
-        said.append(f"Of a step, {step.share:.0%} is bound by {step.term}")
+        said.append(f"Of what the GPU does in a step, {step.share:.0%} is bound by {step.term}")
         said += [f"Faster: {step.remedy}"] if step.remedy else []
     notes = f" and {units.counted(len(planned.all_notes), 'note')}" if planned.all_notes else ""
     return "\n  ".join([f"Plan: {planned.title}", *said, f"--all prints every figure{notes}"])

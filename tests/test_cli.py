@@ -54,7 +54,7 @@ def test_plan_says_what_to_act_on_and_all_of_it_when_asked(capsys):
         "Likely takes",
         "Likely costs",
         "Computes",
-        "Of a step",
+        "Of what the GPU does",
         "Faster: recipe fp8",
         "--all prints",
     )

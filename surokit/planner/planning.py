@@ -160,11 +160,18 @@ class Plan:
         bound; None where it is not known, or what is kept on the host adds what is not known."""
         if (likely := self.likely) is not None:
             return StepTime(likely.step_ms, "likely")
-        if self.setup.offloads and self.time.waits_ms is None:
-            return None
-        if (estimate := self.estimate) is not None:
-            return StepTime(estimate.step_ms + (self.time.waits_ms or 0.0), estimate.kind)
+        if self.setup.offloads:
+            host = None if self.gpu is None else host_of(self.gpu)
+            return None if host is None else self.step_time_on(host)
+        if self.computing_time is not None:
+            return self.computing_time
         return None if self.time.floor_step_ms is None else StepTime(self.time.floor_step_ms, "bound")
+
+    def step_time_on(self, host: Host) -> StepTime | None:
+        """Return the time of a step whose parts on the host are on this one; None where what it computes is not known."""
+        if (computing := self.computing_time) is None:
+            return None
+        return StepTime(offload_plan.with_offload(self.asked, self.memory, computing.ms, host), computing.kind)
 
     @property
     def likely_days(self) -> tuple[float, float, float] | None:

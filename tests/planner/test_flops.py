@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from surokit import planner
-from surokit.planner.counts.flops import count_flops, placements
+from surokit.planner.counts.flops import count_flops, placements, repeated_products
 from surokit.planner.inputs.configs import read_shape
 from surokit.planner.inputs.shape import Shape
 from surokit.recipe import BF16, FP8, MXFP8, PROJECTIONS, QFP8
@@ -60,6 +60,20 @@ def test_selective_recompute_keeps_attention_and_every_second_product():
     again = ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"]
     assert [p.module for p in compute.products if p.recompute] == again
     assert compute.recompute == sum(p.forward for p in compute.products if p.module in again)
+
+
+def test_selective_recompute_goes_by_the_products_of_a_layer():
+    """A layer with experts begins anew, and a matrix that holds several is one."""
+    experts = read_shape(fields("mixtral"))[0]
+    again = repeated_products(experts.projections, "selective")
+    names = [w.name for w in experts.projections if 0 in w.layers]
+    assert again == set(names[1::2])
+    assert {name for name in again if "router" in name or "gate" in name.rpartition(".")[2]} <= set(names[1::2])
+    mixed = read_shape(fields("deepseek_v2"))[0]
+    for layer in range(mixed.layers):
+        names = [w.name for w in mixed.projections if layer in w.layers]
+        assert {name for name in names if name in repeated_products(mixed.projections, "selective")} == set(names[1::2])
+    assert repeated_products(experts.projections, "none") == frozenset()
 
 
 def test_exact_formula():

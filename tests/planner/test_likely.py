@@ -207,6 +207,12 @@ def test_attention_by_its_kernel():
             for kernel in ("sdpa", "flash3", "triton")
         )
         assert flash <= sdpa < triton
+    for gpu in ("A40", "B200", "GB300", "MI300X"):  # of which no run has every kernel: those of their generation
+        times = [
+            planned("llama-3.1-8b", gpu=gpu, batch=1, length=8192, attention_kernel=kernel).likely.step_ms
+            for kernel in ("flash3", "sdpa", "triton")
+        ]
+        assert times == sorted(times), gpu
     assert planned("llama-3.1-8b", engine="fused").setup.attention_kernel == "flash3"
     assert planned("llama-3.1-8b", fusion="fused").setup.attention_kernel == "sdpa"  # as our layers have it
     short, long = (planned("llama-3.1-8b", gpu="H100", batch=1, length=n) for n in (2048, 32768))
@@ -258,6 +264,13 @@ def test_questions_take_the_likely_time_where_no_rate_is_given():
     tokens = run.tokens_for(usd=1000)
     days = run.but(tokens=tokens).likely_days[0]
     assert days * 24 * 2.0 == pytest.approx(1000, rel=1e-4)
+    with refused(ValueError):
+        run.gpus_for(days=0.5)  # beyond a node, whose links are not given
+    assert run.but(between_gb_s=50).gpus_for(days=0.5) > 8
+    for what, more in (("mixtral-8x7b-v0.1", {}), ("llama-3.1-8b", {"engine": "compiled"})):
+        assert planned(what, gpu="H100", batch=1, length=512, **more).faster().ways
+    hosted = planned("llama-3.1-8b", gpu="H100", training=False, offload_weights=True, batch=1, length=512)
+    assert hosted.recipes(["bf16", "fp8"])["step_ms"].notna().all()
     faster = run.faster()
     assert faster.kind == "likely"
     assert faster.step_ms == run.likely.step_ms

@@ -315,3 +315,18 @@ def test_what_no_plan_of_a_session_knows():
     found = plan(session, optimizer="adamw")
     assert found.setup.batch is None
     assert any("give batch= and length=" in note for note in found.notes)
+
+
+def test_recompute_of_a_fused_model_is_what_the_model_does():
+    model = sk.Decoder(sk.DecoderConfig(layers=1, width=64, heads=4, kv_heads=2, vocab=64, ffn=128, max_length=64))
+    sk.fuse(model)
+    step: dict[str, Any] = {"batch": 1, "length": 16, "gpu": "H100"}
+    assert sk.plan(model, **step).setup.recompute == "none"
+    vars(model)["gradient_checkpointing"] = True  # as transformers has it
+    assert sk.plan(model, **step).setup.recompute == "full"
+    vars(model)["gradient_checkpointing"] = False
+    sk.fuse(model, recompute="selective")
+    assert sk.plan(model, **step).setup.recompute == "selective"
+    assert (
+        sk.plan(model, fusion="none", **step).setup.recompute == "none"
+    )  # of fused layers, which are not planned here

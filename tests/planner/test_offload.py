@@ -505,7 +505,11 @@ def test_times_at_a_datasheets_rates_say_so(monkeypatch):
     p = plan(QWEN_8B, gpu="H100", **step)
     assert set(p.offload(FAST).table().kind) == {"likely"}
     assert "  times are likely: rates that published runs reached\n" in repr(p.offload(FAST))
-    assert "  times are likely: rates that published runs reached, the host's too\n" in repr(p.offload())
+    assert "  times are likely: rates that published runs reached, with a host as published runs had it\n" in repr(
+        p.offload()
+    )
+    experts = plan("mixtral-8x7b-v0.1", gpu="H100", gpus=8, zero=3, batch=1, length=512)
+    assert set(experts.offload().table().kind) == {"optimistic"}  # a host as published makes nothing surer
     monkeypatch.setattr(Plan, "has_published_rates", False)
     p = plan(QWEN_8B, gpu="H100", **step)
     said = "optimistic: rates of the datasheet of H100, which few runs reach"

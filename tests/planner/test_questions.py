@@ -620,6 +620,38 @@ def test_what_fits_together_is_proposed_by_its_time():
             assert not p.but(**rest).fits()
 
 
+def test_ways_are_timed_on_the_host_that_is_given():
+    p = plan(LLAMA_8B, batch=2, length=8192, gpu="H100", layers="transformers")
+    slow, published = p.fitting(host=Host(5, 1e8, memory_gib=2000)), p.fitting()
+    streams = "offload_weights=True, optimizer='adamw'"
+    times = [{w.how: w.step_ms for w in found.ways}[streams] for found in (slow, published)]
+    assert times[0] > 10 * times[1]
+    assert times[0] == pytest.approx(p.streamed(Host(5, 1e8)).step_ms, rel=0.01)
+    assert slow.path != published.path
+
+
+def test_an_optimizer_in_backward_is_not_combined_with_what_needs_gradients():
+    p = plan(LLAMA_8B, batch=4, length=4096, gpu="H100", optimizer_in_backward=True)
+    assert not {"accumulate", "offloadadamw", "zenflow"} & {
+        str(each) for r in p.fitting().remedies for pair in r.changes.items() for each in pair
+    }
+    assert p.fitting().plan is not None
+    assert p.memory["gradients"].bytes == 0
+    assert p.but(recompute="full").memory.gib < plan(LLAMA_8B, batch=4, length=4096, recompute="full").memory.gib - 5
+    assert not any(row.part == "norm" and row.group == "optimizer" for row in p.estimate.rows)
+    for more in ({"accumulate": 2}, {"optimizer": "zenflow"}):
+        with refused(ValueError):
+            p.but(**more)
+
+
+def test_bounds_order_nothing():
+    """A bound does not know what computing again costs."""
+    found = fitting(plan(8e9, batch=4, length=4096, gpu="H100"))
+    assert found.ways
+    assert not found.kind
+    assert all(way.step_ms is None for way in found.ways)
+
+
 def test_what_may_wait_on_the_host_is_a_remedy():
     """With the memory that is left, and the host's; none of them where there is nothing to gain, or no other memory."""
     p = plan(LLAMA_8B, **FULL)

@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 from surokit.fusion import Fusion, Recompute
-from surokit.planner.counts.flops import Placement, Trained, frozen, is_repeated
+from surokit.planner.counts.flops import Placement, Trained, frozen, repeated_products
 from surokit.planner.counts.tape import KEPT, LOGITS, Moment, Tape, Value
 from surokit.planner.inputs.shape import Shape
 from surokit.quantizer import MX, NV, Block, NFBlock
@@ -151,7 +151,7 @@ class _Model:
         self.places = {p.weight.name: p for p in places}
         self.trains = step.training and not frozen(recipe)
         self.fused_loss = step.logits == "fused"
-        self.products = 0  # so far in this block, of which selective checkpointing saves every second
+        self.again = repeated_products(tuple(p.weight for p in places), step.repeats)
 
     # -- sizes in bytes
 
@@ -222,11 +222,7 @@ class _Model:
         if self.step.repeats == "none":
             return self.block(x, kind)
 
-        def block(x: Value) -> Value:
-            self.products = 0
-            return self.block(x, kind)
-
-        return self.tape.recomputed(block, x)
+        return self.tape.recomputed(lambda x: self.block(x, kind), x)
 
     def block(self, x: Value, kind: BlockKind) -> Value:
         """Replay x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
@@ -267,9 +263,8 @@ class _Model:
         quantizes = found in kind.quantized and (
             storage is not None or getattr(self.recipe, "quantized_products", False)
         )
-        if self.step.repeats == "selective" and not is_repeated(self.products):
+        if self.step.repeats == "selective" and found not in self.again:
             self.tape.save_next()
-        self.products += 1
         y = (self.quantized if quantizes else self.plain)(x, n, k, times, count)
         if not rank:
             return y

@@ -228,9 +228,14 @@ def count_flops(
     return Compute(tuple(products), attention, recompute)
 
 
-def is_repeated(order: int) -> bool:
-    """True if selective checkpointing computes a layer's product again, the first being 0: it keeps every second output."""
-    return order % 2 == 1
+def repeated_products(weights: tuple[Weight, ...], recompute: Recompute) -> frozenset[str]:
+    """Return the names of the products that backward computes again: selective checkpointing keeps the output of every second one
+    of a layer, from the first on."""
+    inside = [w for w in weights if w.kind != "head"]
+    if recompute != "selective":
+        return frozenset(w.name for w in inside) if recompute == "full" else frozenset()
+    layers = {tuple(w.name for w in inside if layer in w.layers) for w in inside for layer in w.layers}
+    return frozenset(name for names in layers for name in names[1::2])
 
 
 def gradients(
@@ -267,11 +272,11 @@ def _weights(
     flow: Mapping[str, frozenset[int]],
     recompute: Recompute,
 ) -> Iterator[Product]:
-    for order, place in enumerate(places):
+    again = repeated_products(tuple(place.weight for place in places), recompute) if training else frozenset()
+    for place in places:
         w = place.weight
         every = frozenset(w.layers or (_HEAD,))
-        again = recompute == "full" or (recompute == "selective" and is_repeated(order))
-        live, repeated = flow[w.reads], training and again and w.kind != "head"
+        live, repeated = flow[w.reads], w.name in again
         for quantized, layers in ((True, place.layers), (False, every - place.layers)):
             if not layers:
                 continue
@@ -301,7 +306,7 @@ def _weights(
                     forward=one * len(every),
                     grad_input=one * onward,
                     grad_weight=one * len(every) if training else 0,
-                    recompute=one * len(every) if repeated else 0,
+                    recompute=one * len(every) if again else 0,
                     active=w.active,
                 )
 

@@ -364,7 +364,8 @@ def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterato
         more = setup.accumulate - 1
         yield Load("gradients", "optimizer", "backward", "sum", 1, 0.0, more * 3 * e * trained, more * tensors)
     mine = trained / (setup.gpus if setup.zero else 1)
-    yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
+    if not setup.in_backward:  # where there is never a whole gradient to take the norm of
+        yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
     p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it
     moments = {"adamw": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
     moved = p + e + moments

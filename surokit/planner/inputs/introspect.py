@@ -167,7 +167,7 @@ def _fusion(model: Any) -> dict[str, Any]:
     checkpointed = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     # without fused layers, "selective" has nothing to compute again in ours
     recompute = fusion.recompute if fusion is not None and (fusion.fuses or fusion.recompute == "full") else None
-    return {"fusion": fusion, "recompute": "full" if checkpointed and recompute is None else recompute}
+    return {"fusion": fusion, "recompute": "full" if checkpointed and recompute in (None, "none") else recompute}
 
 
 def _on_the_host(model: Any) -> dict[str, Any]:

@@ -204,6 +204,8 @@ def _with_own(q: Question, device: str) -> Question:
     if device == "cuda":
         takes.append("graphs")
     found = {name: own[name] for name in takes if name in own and getattr(q, name) is None}
+    if q.fusion == "none" and found.get("recompute") == "selective":
+        del found["recompute"]  # of the model's fused layers, which are not planned
     if q.fusion is None:
         found["fusion"] = _own_fusion(q.what, layers, device)
     return replace(q, layers=layers, **found)

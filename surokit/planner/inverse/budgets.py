@@ -10,7 +10,9 @@ from surokit import arguments
 
 if TYPE_CHECKING:
     from surokit.planner.counts.memory import Memory
+    from surokit.planner.offload.formulas import Host
     from surokit.planner.planning import Plan
+    from surokit.planner.times.cost import StepTime
 
 
 def memory_budget(plan: Plan, gib: float | None) -> float:
@@ -35,10 +37,18 @@ def known_memory_budget(plan: Plan, gib: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Space:
-    """A Space holds the memory that there is, GiB: of one GPU, and of its host (infinite where that is not known)."""
+    """A Space holds the memory that there is, GiB: of one GPU, and of its host (infinite where that is not known). Times are those
+    on `host`, where it was given."""
 
     gib: float
     host_gib: float = math.inf
+    host: Host | None = None
+
+    def step_time(self, plan: Plan) -> StepTime | None:
+        """Return the time of a step that ways are compared by; None for a bound, which does not know what a change costs."""
+        on_host = self.host is not None and plan.setup.offloads
+        found = plan.step_time_on(self.host) if on_host and self.host else plan.step_time
+        return None if found is None or found.kind == "bound" else found
 
     def holds(self, memory: Memory) -> bool:
         return memory.gib <= self.gib and self.hosts(memory)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from surokit.planner.counts.flops import frozen
+from surokit.planner.inputs.shape import built_here
 from surokit.planner.inverse.budgets import Space
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
     if keeps and s.logits == "whole":
         whose = "" if s.layers == "surokit" else " (transformers' layers with surokit's or Liger Kernel's loss)"
         yield Change({"logits": "fused"}, f"nothing: the loss takes the logits a part at a time{whose}")
-    if s.batch is not None and s.batch > 1:
+    if s.batch is not None and s.batch > 1 and not s.in_backward:  # which sums no gradients
         yield smaller_batch(plan, space)
     if s.training and s.gpus > 1:
         for stage in range(s.zero + 1, 3):
@@ -87,7 +88,7 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
         return
     if s.training and not plan.memory.left_out and not s.offload_activations:
         yield Change({"offload_activations": True}, "time, where the link is slower than computing")
-    if trains and not s.prefetch and s.optimizer in ("adamw", "adamw8bit"):
+    if trains and not s.prefetch and not s.in_backward and s.optimizer in ("adamw", "adamw8bit"):
         yield Change({"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)")
         deferred = Change({"optimizer": "zenflow"}, "loss: deferred columns learn differently")
         if deferred.of(plan).memory.gib < plan.memory.gib:
@@ -164,8 +165,9 @@ def saving_time(plan: Plan) -> Iterator[Change]:
     setup = plan.setup
     if not setup.training:
         return
-    on_gpu = setup.device == "cuda"
-    if on_gpu and not setup.fusion.fuses:
+    on_gpu, asked = setup.device == "cuda", plan.asked.question
+    fusable = plan.shape is not None and built_here(plan.shape) and asked.engine in (None, "fused")
+    if on_gpu and fusable and not setup.fusion.fuses:
         yield Change({"fusion": "fused"})
     if on_gpu and not setup.graphs:
         yield Change({"graphs": True})

@@ -181,14 +181,16 @@ def _no_time(plan: Plan) -> str:
 
 def _rates(plan: Plan, host_known: bool) -> tuple[str, str]:
     """Return (kind of the plan's step time, the rates that it is based on), with the plan's own labels."""
-    if not host_known:
-        return "likely", "rates that published runs reached, the host's too"
     if plan.time.rate_kind == "given" and plan.time.step_ms is not None:
-        return "prediction", ""
-    assert plan.estimate is not None, "its time was asked before"
-    assert plan.computing_time is not None
-    kind = plan.computing_time.kind
-    return kind, "rates that published runs reached" if kind == "likely" else plan.estimate.how
+        kind, rates = "prediction", "" if host_known else "the rate that was given"
+    else:
+        assert plan.estimate is not None, "its time was asked before"
+        assert plan.computing_time is not None
+        kind = plan.computing_time.kind
+        rates = "rates that published runs reached" if kind == "likely" else plan.estimate.how.partition(";")[0]
+    if host_known:
+        return kind, rates
+    return "likely" if kind == "prediction" else kind, f"{rates}, with a host as published runs had it"
 
 
 def _again(plan: Plan) -> float:

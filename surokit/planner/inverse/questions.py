@@ -374,6 +374,10 @@ def _figure(plan: Plan, name: str) -> float:
     if (found := getattr(plan, name)) is not None:
         return float(found)
     assert plan.likely_days is not None
+    if plan.estimate is not None and plan.estimate.communication.bytes and plan.estimate.communication.ms is None:
+        raise ValueError(
+            f"The likely time on {plan.setup.gpus:,} GPUs needs between_gb_s=, what each has between nodes."
+        )
     days = plan.likely_days[0]
     hours = days * 24 * plan.setup.gpus
     return {"days": days, "gpu_hours": hours, "usd": hours * (plan.price.middle if plan.price else 0.0)}[name]

@@ -138,7 +138,7 @@ def _label(recipe: Recipe) -> str:
 
 def _step(plan: Plan) -> tuple[float | None, str]:
     """Return (milliseconds of one step, the kind of that figure)."""
-    return plan.step_time or (None, "")
+    return plan.step_time or plan.computing_time or (None, "")
 
 
 def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:

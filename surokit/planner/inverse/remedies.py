@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from surokit.hardware.gpus import Gpu
     from surokit.planner.counts.memory import Memory, Term
     from surokit.planner.planning import Plan
+    from surokit.planner.times.cost import StepTime
 
-#: A remedy is shown where it alone takes this share of the memory away, or is part of the path.
+#: A remedy is shown where it alone takes this share of the memory away, or is part of a way.
 NOTICEABLE = 0.01
 _MOST_TOGETHER = 3  # remedies that are tried in every set
 _SHOWN = 5  # ways that a Fitting prints
@@ -54,10 +55,12 @@ class Remedy:
 
 @dataclass(frozen=True)
 class FittingWay:
-    """A FittingWay holds remedies that make a plan fit together, and the plan with them."""
+    """A FittingWay holds remedies that make a plan fit together, the plan with them, and the time of its step, None where that is
+    not known."""
 
     remedies: tuple[Remedy, ...]
     plan: Plan
+    time: StepTime | None = None
 
     @property
     def how(self) -> str:
@@ -67,7 +70,7 @@ class FittingWay:
     @property
     def step_ms(self) -> float | None:
         """Return the ms of a step; None where they are not known."""
-        return None if self.plan.step_time is None else self.plan.step_time.ms
+        return None if self.time is None else self.time.ms
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,13 +179,13 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     else:
         sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
     helping = tuple(r for r in tries if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways)
-    kind = "" if plan.step_time is None else plan.step_time.kind
+    kind = next((way.time.kind for way in ways if way.time is not None), "")
     return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind)
 
 
 def _space(plan: Plan, gib: float | None, host: Host | None) -> Space:
     host = asked_host("fitting", host, plan.gpu)
-    return Space(memory_budget(plan, gib), (host and host.memory_gib) or math.inf)
+    return Space(memory_budget(plan, gib), (host and host.memory_gib) or math.inf, host)
 
 
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -> str:
@@ -203,7 +206,7 @@ def _takes(plan: Plan) -> str:
 
 def _remedy(plan: Plan, space: Space, change: Change) -> Remedy:
     again, costs = change.of(plan), change.costs
-    memory, waits_ms, time = again.memory, again.time.waits_ms, again.step_time
+    memory, waits_ms, time = again.memory, again.time.waits_ms, space.step_time(again)
     if waits_ms is not None and again.setup.offloads != plan.setup.offloads:
         costs += f"; {units.value(waits_ms, 'ms')} more a step"
     return Remedy(
@@ -242,10 +245,8 @@ def _ways(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingW
     """Return the ways to make the plan fit: those that leave the recipe; where there is none, one change that does not, or what
     suffices with it."""
     leaving = [remedy for remedy in remedies if "recipe" not in remedy.changes]
-    if found := _sets(plan, leaving, space):
-        return found
     if taken := _together(plan, leaving, space):
-        return [taken]
+        return _sets(plan, leaving, space) or [taken]
     changing = [remedy for remedy in remedies if "recipe" in remedy.changes]
     if found := _sets(plan, changing, space, most=1):
         return found[:1]
@@ -299,7 +300,8 @@ def _way(plan: Plan, chosen: Sequence[Remedy], space: Space) -> FittingWay:
     if 0 < len(others) < len(chosen):
         eased = _remedy(plan, space, smaller_batch(plan.but(**merged(others)), space))
         chosen = [eased if "batch" in r.changes else r for r in chosen]
-    return FittingWay(tuple(chosen), plan.but(**merged(r.changes for r in chosen)))
+    eased_plan = plan.but(**merged(r.changes for r in chosen))
+    return FittingWay(tuple(chosen), eased_plan, space.step_time(eased_plan))
 
 
 # -- what binds

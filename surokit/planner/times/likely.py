@@ -255,8 +255,10 @@ def gather(of: Callable[[str, str], Any]) -> Factors:
 
 
 def architecture(gpu: Gpu) -> str:
-    """Return the name that attention's factor has for a GPU: its compute capability, "other" without."""
-    return _OTHER if gpu.capability is None else "sm{}{}".format(*gpu.capability)
+    """Return the name that attention's factors have for a GPU: that of its generation, "other" without a compute capability."""
+    if gpu.capability is None:
+        return _OTHER
+    return "sm89" if gpu.capability == (8, 9) else f"sm{gpu.capability[0]}0"
 
 
 def interval(gpu: Gpu, engine: Engine, reached: Reached) -> tuple[int, float, float]:
