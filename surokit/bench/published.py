@@ -48,7 +48,7 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "products of MI300X": (1.8, 0.15),
     "products of MI325X": (1.8, 0.15),
     "tails": (0.3, 0.5),
-    "short": (1.0, 0.5),
+    "short_inner": (1.0, 0.5),
     "products of eager": (1.08, 0.1),
     "products of compiled": (1.08, 0.1),
     # FlashAttention's papers: the second version reaches 60 % of an A100's peak and 35 % of an H100's, the third 55 to 75 % of the
@@ -72,7 +72,7 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "attention of other triton": (5.0, 0.3),
     "attention of other sdpa": (3.0, 0.3),
     "attention of other flash3": (2.5, 0.3),
-    "brief": (0.7, 0.4),
+    "short_keys": (0.7, 0.4),
     "memory": (1.25, 0.12),
     "quantization": (1.3, 0.4),
     "adapter": (1.5, 0.6),
@@ -89,8 +89,8 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
 }
 _OF_ANY = (
     "tails",
-    "short",
-    "brief",
+    "short_inner",
+    "short_keys",
     "quantization",
     "optimizer",
     "gap_us",

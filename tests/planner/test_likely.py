@@ -217,8 +217,8 @@ def test_attention_by_its_kernel():
     assert planned("llama-3.1-8b", fusion="fused").setup.attention_kernel == "sdpa"  # as our layers have it
     short, long = (planned("llama-3.1-8b", gpu="H100", batch=1, length=n) for n in (2048, 32768))
     terms = [likely.terms_of(plan.estimate, plan.gpu) for plan in (short, long)]
-    assert terms[0].brief == pytest.approx(terms[0].attention / 2)
-    assert terms[1].brief == pytest.approx(terms[1].attention / 32)
+    assert terms[0].short_keys == pytest.approx(terms[0].attention / 2)
+    assert terms[1].short_keys == pytest.approx(terms[1].attention / 32)
 
 
 def test_what_is_kept_on_the_host_counts():

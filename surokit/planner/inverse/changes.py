@@ -65,17 +65,17 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
     if s.training and s.recompute == "none" and s.fusion.fuses:
         yield Change({"recompute": "selective"}, "time: norms and SwiGLU again")
     elif keeps and s.recompute == "none" and s.layers == "transformers":
-        yield Change({"recompute": "selective"}, f"{_again(plan, 'selective')}; torch's selective checkpointing")
+        yield Change({"recompute": "selective"}, f"{_more_flops(plan, 'selective')}; torch's selective checkpointing")
     if keeps and s.recompute != "full":
         costs = "; sk.fuse(model, recompute='full')" if s.layers == "surokit" else ""
-        yield Change({"recompute": "full"}, _again(plan, "full") + costs)
+        yield Change({"recompute": "full"}, _more_flops(plan, "full") + costs)
     yield from _on_the_host(plan, space)
     if s.training and s.master and not frozen(plan.recipe):
         yield Change({"master": False}, "precision: updates below the weights' own step are rounded away")
     yield from _smaller_weights(plan)
 
 
-def _again(plan: Plan, recompute: str) -> str:
+def _more_flops(plan: Plan, recompute: str) -> str:
     """Say how many FLOPs more computing again takes."""
     again = plan.but(recompute=recompute).compute
     return f"time: {again.recompute / again.model:.0%} more FLOPs" if again else "time: each layer's forward again"

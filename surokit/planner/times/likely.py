@@ -38,7 +38,7 @@ _PRODUCTS = ("forward", "grad_input", "grad_weight")
 _TILE = 128 * 256  # outputs that one multiprocessor computes at a time, in the kernels of large products
 _SMS = 132  # of a GPU whose number is not known
 _STEP = 128  # of the contracted length
-_BRIEF = 1024  # of a sequence
+_KEYS = 1024  # of a sequence
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class Terms:
     """A Terms holds what a step's time is made of, in ms at the datasheet's rates.
 
     products        of linear layers and the head; `unhidden`: bytes of these beyond their FLOPs; `tails` over the number of waves
-                    of tiles, at most one; `short` over the contracted length, in steps of 128
-    attention       FLOPs at the rate of plain products; `brief` over the length of sequence or window, in steps of 1,024
-    launches        number of kernels; by the host, none in CUDA graphs: `launched`, and `adapted`, those of adapters
+                    of tiles, at most one; `short_inner` over the contracted length, in steps of 128
+    attention       FLOPs at the rate of plain products; `short_keys` over the length of sequence or window, in steps of 1,024
+    launches        number of kernels; by the host, none in CUDA graphs: `launched`, and `adapter_launches`, those of adapters
     """
 
     products: float = 0.0
     tails: float = 0.0
-    short: float = 0.0
+    short_inner: float = 0.0
     unhidden: float = 0.0
     attention: float = 0.0
-    brief: float = 0.0
+    short_keys: float = 0.0
     elementwise: float = 0.0
     quantization: float = 0.0
     adapter: float = 0.0
     optimizer: float = 0.0
     launches: float = 0.0
     launched: float = 0.0
-    adapted: float = 0.0
+    adapter_launches: float = 0.0
     communication: float = 0.0
 
 
@@ -81,9 +81,9 @@ class Factors:
 
     products: Any
     tails: Any
-    short: Any
+    short_inner: Any
     attention: Any
-    brief: Any
+    short_keys: Any
     memory: Any
     quantization: Any
     adapter: Any
@@ -176,16 +176,16 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
     for row in estimate.rows:
         found["launches"] += row.launches
         if not estimate.rates.graphs:
-            found["adapted" if row.group == "adapter" else "launched"] += row.launches
+            found["adapter_launches" if row.group == "adapter" else "launched"] += row.launches
         if row.group in ("products", "head and loss") and row.part in _PRODUCTS:
             found["products"] += row.compute_ms
             found["tails"] += row.compute_ms * min(1.0, (gpu.sms or _SMS) * _TILE / (row.outputs or 1.0))
-            found["short"] += row.compute_ms * _STEP / (row.inner or 1.0)
+            found["short_inner"] += row.compute_ms * _STEP / (row.inner or 1.0)
             found["unhidden"] += max(0.0, row.memory_ms - row.compute_ms)
         elif row.group == "attention":
             ms = row.flop / estimate.rates.products[None] / 1e9
             found["attention"] += ms
-            found["brief"] += ms * _BRIEF / (row.inner or _BRIEF)
+            found["short_keys"] += ms * _KEYS / (row.inner or _KEYS)
         elif row.group in ("quantization", "adapter", "optimizer"):
             found[row.group] += row.device_ms
         else:
@@ -197,15 +197,15 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
 def step_ms(t: Terms, f: Factors) -> Any:
     """Return the ms of a step; terms and factors may be arrays of runs."""
     device = (
-        (t.products + t.tails * f.tails + t.short * f.short) * f.products
-        + (t.attention + t.brief * f.brief) * f.attention
+        (t.products + t.tails * f.tails + t.short_inner * f.short_inner) * f.products
+        + (t.attention + t.short_keys * f.short_keys) * f.attention
         + (t.elementwise + t.unhidden) * f.memory
         + t.quantization * f.quantization
         + t.adapter * f.adapter
         + t.optimizer * f.optimizer
         + t.launches * f.gap_us / 1e3
     )
-    host = (t.launched * f.host_us + t.adapted * f.adapter_us) / 1e3
+    host = (t.launched * f.host_us + t.adapter_launches * f.adapter_us) / 1e3
     return (device**4 + host**4) ** 0.25 + t.communication * f.link + f.constant_ms
 
 
@@ -237,9 +237,9 @@ def gather(of: Callable[[str, str], Any]) -> Factors:
     return Factors(
         products=of("products", "gpu") * of("products", "engine"),
         tails=of("tails", ANY),
-        short=of("short", ANY),
+        short_inner=of("short_inner", ANY),
         attention=of("attention", "kernel"),
-        brief=of("brief", ANY),
+        short_keys=of("short_keys", ANY),
         memory=of("memory", "engine"),
         quantization=of("quantization", ANY),
         adapter=of("adapter", "engine"),
