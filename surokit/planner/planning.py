@@ -27,6 +27,7 @@ from surokit.planner.inputs.fusion import Transposed
 from surokit.planner.inputs.question import Asked, Logits, Question, read_question
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.inputs.subject import Subject, read_subject
+from surokit.planner.inputs.typical import typical_shape
 from surokit.planner.inverse import budgets, offload_plan, questions, recipe_choice, remedies, speedups
 from surokit.planner.inverse.serving import Serving, serving
 from surokit.planner.offload.formulas import Host, Offload, host_of
@@ -527,7 +528,7 @@ def _model_flops(asked: Asked, compute: Compute | None) -> ModelFlops:
         token, again = Fraction(compute.model), compute.recompute / compute.model
     else:
         token = asked.factor * exact(asked.subject.active)
-        again = 2 / asked.factor if setup.recompute == "full" and setup.training else 0.0
+        again = _share_repeated(asked)
     return ModelFlops(
         token=token,
         run=None if tokens is None else token * exact(tokens),
@@ -535,6 +536,18 @@ def _model_flops(asked: Asked, compute: Compute | None) -> ModelFlops:
         step_tokens=step_tokens,
         recompute_share=again,
     )
+
+
+def _share_repeated(asked: Asked) -> float:
+    """Return the FLOPs that are recomputed, as a share of the model FLOPs, for a number of parameters: each layer's forward, or
+    what a typical shape has of it."""
+    setup = asked.setup
+    if not setup.training or setup.repeats == "none":
+        return 0.0
+    if setup.repeats == "selective" and (typical := typical_shape(asked.subject.parameters)) is not None:
+        some, whole = (count_flops(typical[0], length=None, recompute=how) for how in ("selective", "full"))
+        return 2 / asked.factor * some.recompute / whole.recompute
+    return 2 / asked.factor
 
 
 def _estimate(asked: Asked, compute: Compute | None) -> Estimate | None:

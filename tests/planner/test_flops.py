@@ -76,6 +76,14 @@ def test_selective_recompute_goes_by_the_products_of_a_layer():
     assert repeated_products(experts.projections, "none") == frozenset()
 
 
+def test_selective_recompute_of_a_number_is_that_of_a_typical_shape():
+    given = {"batch": 1, "length": 2048, "tokens": 1e9, "gpu": "H100", "mfu": 0.4}
+    hfu = {how: plan(8e9, recompute=how, **given).time.hfu for how in ("none", "selective", "full")}
+    assert hfu["none"] == pytest.approx(0.4)
+    assert hfu["full"] == pytest.approx(0.4 * 4 / 3)
+    assert hfu["selective"] == pytest.approx(0.4 + (hfu["full"] - 0.4) / 3, rel=0.02)
+
+
 def test_exact_formula():
     shape, length = qwen3("8B"), 4096
     weights = shape.parameters - shape.lookup_parameters - shape.small_parameters

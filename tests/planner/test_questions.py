@@ -639,7 +639,7 @@ def test_an_optimizer_in_backward_is_not_combined_with_what_needs_gradients():
     assert p.memory["gradients"].bytes == 0
     assert p.but(recompute="full").memory.gib < plan(LLAMA_8B, batch=4, length=4096, recompute="full").memory.gib - 5
     assert not any(row.part == "norm" and row.group == "optimizer" for row in p.estimate.rows)
-    for more in ({"accumulate": 2}, {"optimizer": "zenflow"}):
+    for more in ({"accumulate": 2}, {"optimizer": "zenflow"}, {"offload_weights": True}):
         with refused(ValueError):
             p.but(**more)
 

@@ -235,8 +235,9 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         )
     if q.offload_activations and device == "cpu":
         raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
-    if q.optimizer_in_backward and ((q.accumulate or 1) > 1 or optimizer in OFFLOADING):
+    if q.optimizer_in_backward and ((q.accumulate or 1) > 1 or optimizer in OFFLOADING or prefetch):
         what = "accumulate= sums gradients" if optimizer not in OFFLOADING else f"{optimizer} takes all of them"
+        what = "offload_weights updates on the host" if prefetch else what
         raise ValueError(f"optimizer_in_backward uses each gradient as it arrives, and {what}: leave one of them out.")
     # the parameters that train are those of the model as it is: with another recipe or dtype they are not known
     as_it_is = q.training and subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)

@@ -93,7 +93,7 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
         deferred = Change({"optimizer": "zenflow"}, "loss: deferred columns learn differently")
         if deferred.of(plan).memory.gib < plan.memory.gib:
             yield deferred
-    if s.training and plan.shape is not None and not s.prefetch and s.gpus == 1:
+    if s.training and plan.shape is not None and not s.prefetch and not s.in_backward and s.gpus == 1:
         changes: dict[str, Any] = {"offload_weights": True}
         costs = "time: the link, and blocks computed again (plan.streamed)"
         if trains:  # they are updated where they are
