@@ -216,7 +216,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--recipes", action="store_true", help="the same run in every recipe: time, memory, native or not"
     )
     asked.add_argument("--fitting", action="store_true", help="what would make it fit, and what each remedy costs")
-    asked.add_argument("--largest", choices=("batch", "length", "layers"), help="the largest that fits")
+    asked.add_argument("--largest", choices=("batch", "length", "layers", "parameters"), help="the largest that fits")
     asked.add_argument("--days", type=_number, metavar="N", help="how many GPUs are done in so many days?")
     asked.add_argument(
         "--serving",

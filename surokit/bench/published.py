@@ -246,7 +246,8 @@ def with_host(m: Measured, computes_ms: float, link: float, adam: float) -> floa
     if not m.plan.setup.offloads:
         return computes_ms
     host = likely.likely_host(m.gpu, m.run.gpus or 1, link, adam)
-    return with_offload(m.plan.asked, m.plan.memory, computes_ms, host)
+    assert m.plan.estimate is not None
+    return with_offload(m.plan.asked, m.plan.memory, computes_ms, host, m.plan.estimate.forward_share)
 
 
 def left_out(runs: Sequence[Measured], of: Callable[[PublishedRun], str]) -> list[float]:

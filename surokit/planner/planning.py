@@ -129,7 +129,8 @@ class Plan:
             return None
 
         def with_host(ms: float, host: Host) -> float:
-            return offload_plan.with_offload(self.asked, self.memory, ms, host)
+            assert self.estimate is not None
+            return offload_plan.with_offload(self.asked, self.memory, ms, host, self.estimate.forward_share)
 
         return likely_step(self.estimate, self.gpu, self.setup, with_host if self.setup.offloads else None)
 
@@ -170,9 +171,10 @@ class Plan:
 
     def step_time_on(self, host: Host) -> StepTime | None:
         """Return the time of a step whose parts on the host are on this one; None where what it computes is not known."""
-        if (computing := self.computing_time) is None:
+        if (computing := self.computing_time) is None or self.estimate is None:
             return None
-        return StepTime(offload_plan.with_offload(self.asked, self.memory, computing.ms, host), computing.kind)
+        forward = self.estimate.forward_share
+        return StepTime(offload_plan.with_offload(self.asked, self.memory, computing.ms, host, forward), computing.kind)
 
     @property
     def likely_days(self) -> tuple[float, float, float] | None:
@@ -563,7 +565,10 @@ def _estimate(asked: Asked, compute: Compute | None) -> Estimate | None:
 def _waits_ms(asked: Asked, memory: Memory, estimate: Estimate) -> float | None:
     """Predict what a step waits for the host; None where nothing waits there, or its rates are not known."""
     host = host_of(asked.gpu) if asked.setup.offloads and asked.gpu is not None else None
-    return None if host is None else offload_plan.with_offload(asked, memory, estimate.step_ms, host) - estimate.step_ms
+    if host is None:
+        return None
+    step_ms = offload_plan.with_offload(asked, memory, estimate.step_ms, host, estimate.forward_share)
+    return step_ms - estimate.step_ms
 
 
 def _title(asked: Asked, flops: ModelFlops) -> str:

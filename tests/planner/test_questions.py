@@ -613,6 +613,8 @@ def test_what_fits_together_is_proposed_by_its_time():
     ways: dict[str, Any] = {way.how: way.step_ms for way in found.ways}
     for pair in ("logits='fused', recompute='full'", "optimizer='adamw8bit', recompute='full'"):
         assert ways[pair] < 0.75 * ways[alone[0].how]
+    # activations go down while the forward computes, and not while all of the step does
+    assert ways["logits='fused', recompute='full'"] < ways["logits='fused', offload_activations=True"]
     assert all("recipe" not in remedy.changes for way in found.ways for remedy in way.remedies)
     for way in found.ways:
         for left_out in way.remedies:
@@ -627,7 +629,7 @@ def test_ways_are_timed_on_the_host_that_is_given():
     times = [{w.how: w.step_ms for w in found.ways}[streams] for found in (slow, published)]
     assert times[0] > 10 * times[1]
     assert times[0] == pytest.approx(p.streamed(Host(5, 1e8)).step_ms, rel=0.01)
-    assert slow.path != published.path
+    assert "offload" in slow.ways[-1].how
 
 
 def test_an_optimizer_in_backward_is_not_combined_with_what_needs_gradients():

@@ -165,8 +165,16 @@ def test_a_calibrated_host_is_in_the_plans_time():
     assert plain.streamed().step_ms == pytest.approx(p.time.step_ms)
     sent = plain.but(offload_activations=True)
     link_ms = sent.memory.host[0].bytes / 25e9 * 1e3
-    assert sent.time.step_ms == pytest.approx(max(link_ms, sent.estimate.step_ms))
-    assert link_ms > sent.estimate.step_ms
+    # down while the forward computes, up while the backward does
+    forward_ms = sent.estimate.step_ms * sent.estimate.forward_share
+    assert link_ms > sent.estimate.step_ms > 2.5 * forward_ms
+    assert sent.time.step_ms == pytest.approx(2 * link_ms)
+    sends: dict[str, Any] = {"batch": 4, "length": 4096, "offload_activations": True}
+    fast = plan(QWEN_8B, gpu=calibrated(host_gb_s=2500.0, host_adam_params_s=3e9), **sends)
+    assert fast.time.step_ms == pytest.approx(fast.estimate.step_ms)
+    between = calibrated(host_gb_s=25.0 * link_ms / (1.5 * forward_ms), host_adam_params_s=3e9)
+    half = plan(QWEN_8B, gpu=between, **sends)  # the forward waits, the backward does not
+    assert half.time.step_ms == pytest.approx(half.estimate.step_ms + 0.5 * forward_ms)
 
 
 def test_it_prints():

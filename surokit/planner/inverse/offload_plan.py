@@ -100,10 +100,15 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
     return replace(found, kind=kind, rates=rates)
 
 
-def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host) -> float:
-    """Return the milliseconds of a step that computes for `compute_ms`, with what its parts on the host add."""
-    setup, width, step_ms = asked.setup, asked.setup.trained_width, compute_ms
+def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host, forward: float) -> float:
+    """Return the milliseconds of a step that computes for `compute_ms`, with what its parts on the host add.
+
+    forward: share of the computing that is forward, during which activations go down; in the rest of it they come up.
+    """
+    setup, width = asked.setup, asked.setup.trained_width
     activations = sum(t.bytes for t in memory.host if t.name == "activations") * setup.accumulate
+    copied_ms, forward_ms = activations / (host.link_gb_s * 1e6), compute_ms * forward
+    step_ms = max(forward_ms, copied_ms) + max(compute_ms - forward_ms, copied_ms)
     blocks = blocks_of(asked.subject.shape, asked.recipe, setup)
     if blocks is not None:
         found = predict_streamed(
@@ -115,10 +120,8 @@ def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host) ->
             accumulate=setup.accumulate,
             training=setup.training,
         )
-        beside = (max(found.bytes_up, found.bytes_down) + activations) / (host.link_gb_s * 1e6)
-        step_ms = max(compute_ms, beside) + found.exposed_ms + found.adam_ms
-    elif activations:
-        step_ms = max(compute_ms, activations / (host.link_gb_s * 1e6))
+        beside = max(found.bytes_up, found.bytes_down) / (host.link_gb_s * 1e6) + copied_ms
+        step_ms = max(step_ms, beside) + found.exposed_ms + found.adam_ms
     trained = asked.trained_parameters / _shards(setup)
     cold = trained * (1 - asked.deferral.get("topk_ratio", 0.0))
     if setup.optimizer in OFFLOADING and cold >= _NOTHING:

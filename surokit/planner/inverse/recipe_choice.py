@@ -32,7 +32,8 @@ class RecipeChoice:
     kind        of `step_ms`, as `Plan.step_time` has it: "prediction", "likely", "optimistic" or "bound"
     speedup     against the recipe that `against` names, bfloat16 with the same parameters trained; None where the kinds differ
     products    "bf16", "native", "partly native" or "emulated" on the plan's GPU, "" without one; `why` in words
-    fastest     True for the least time of those that fit and train as much as the plan, everything or an adapter
+    fastest     True for the least time of those that fit and train as much as the plan, everything or an adapter; none that is
+                emulated and slower than what `against` names
     """
 
     name: str
@@ -92,6 +93,8 @@ def compare_recipes(
     timed = [c for c in alike if c.step_ms and c.fits is not False]
     # a bound does not know what emulation costs
     timed = [c for c in timed if c.kind != "bound"] or [c for c in timed if c.products in ("bf16", "native")]
+    # an emulated recipe tells about the loss, and is slower than what it emulates
+    timed = [c for c in timed if c.products != "emulated" or not c.speedup or c.speedup > 1]
     if not timed:
         return tuple(rows)
     best = min(timed, key=lambda c: c.step_ms or 0.0)

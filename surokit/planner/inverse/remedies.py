@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: A remedy is shown where it alone takes this share of the memory away, or is part of a way.
 NOTICEABLE = 0.01
 _MOST_TOGETHER = 3  # remedies that are tried in every set
-_SHOWN = 5  # ways that a Fitting prints
+_SHOWN = 8  # ways that a Fitting prints
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,11 @@ class Fitting:
         ]
 
     def _ways(self) -> list[tuple[str, ...]]:
-        return [(w.how, units.gib(w.plan.memory.gib), _ms(w.step_ms)) for w in self.ways[:_SHOWN]]
+        rows: list[tuple[str, ...]] = [
+            (w.how, units.gib(w.plan.memory.gib), _ms(w.step_ms)) for w in self.ways[:_SHOWN]
+        ]
+        more = len(self.ways) - _SHOWN
+        return [*rows, (f"and {more} more: .together()", "", "")] if more > 0 else rows
 
     _HEADER = ("one at a time", "leaves", "a step", "", "on the host", "", "and costs")
 

@@ -181,6 +181,12 @@ class Estimate:
         """Return the device ms by pass: forward, recompute, backward, optimizer."""
         return self._sums(lambda row: row.step, ("forward", "recompute", "backward", "optimizer"))
 
+    @property
+    def forward_share(self) -> float:
+        """Return the forward's share of the time that the device computes; the optimizer's is in neither part."""
+        passes = self.by_pass()
+        return passes["forward"] / (sum(passes.values()) - passes["optimizer"])
+
     def by_module(self) -> dict[str, float]:
         """Return the device ms by module, longest first."""
         return dict(sorted(self._sums(lambda row: row.module, ()).items(), key=lambda item: -item[1]))
