@@ -24,7 +24,6 @@ from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.planner.compare.runs import PublishedRun, read_runs
 from surokit.planner.counts.memory import Engine
-from surokit.planner.inverse.offload_plan import with_offload
 from surokit.planner.planning import Plan, plan
 from surokit.planner.times import likely
 from surokit.planner.times.likely import ANY, Factors, Reached, Terms
@@ -246,8 +245,7 @@ def with_host(m: Measured, computes_ms: float, link: float, adam: float) -> floa
     if not m.plan.setup.offloads:
         return computes_ms
     host = likely.likely_host(m.gpu, m.run.gpus or 1, link, adam)
-    assert m.plan.estimate is not None
-    return with_offload(m.plan.asked, m.plan.memory, computes_ms, host, m.plan.estimate.forward_share)
+    return m.plan.on_host(computes_ms, host)
 
 
 def left_out(runs: Sequence[Measured], of: Callable[[PublishedRun], str]) -> list[float]:

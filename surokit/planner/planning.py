@@ -127,12 +127,7 @@ class Plan:
         """
         if not self.has_likely or self.estimate is None or self.gpu is None:
             return None
-
-        def with_host(ms: float, host: Host) -> float:
-            assert self.estimate is not None
-            return offload_plan.with_offload(self.asked, self.memory, ms, host, self.estimate.forward_share)
-
-        return likely_step(self.estimate, self.gpu, self.setup, with_host if self.setup.offloads else None)
+        return likely_step(self.estimate, self.gpu, self.setup, self.on_host if self.setup.offloads else None)
 
     @property
     def has_likely(self) -> bool:
@@ -171,10 +166,13 @@ class Plan:
 
     def step_time_on(self, host: Host) -> StepTime | None:
         """Return the time of a step whose parts on the host are on this one; None where what it computes is not known."""
-        if (computing := self.computing_time) is None or self.estimate is None:
-            return None
-        forward = self.estimate.forward_share
-        return StepTime(offload_plan.with_offload(self.asked, self.memory, computing.ms, host, forward), computing.kind)
+        computing = self.computing_time
+        return None if computing is None else StepTime(self.on_host(computing.ms, host), computing.kind)
+
+    def on_host(self, computes_ms: float, host: Host) -> float:
+        """Return the ms of a step that computes for so long, with what is kept on this host; it needs an `estimate`."""
+        assert self.estimate is not None
+        return offload_plan.with_offload(self.asked, self.memory, computes_ms, host, self.estimate.forward_share)
 
     @property
     def likely_days(self) -> tuple[float, float, float] | None:

@@ -96,20 +96,18 @@ class PublishedRun:
         return self.source.partition(":")[0].partition("@")[0]
 
     @property
-    def _degrees(self) -> tuple[tuple[str, int | None], ...]:
-        return ("tensor", self.tp), ("pipeline", self.pp), ("expert", self.ep), ("context", self.cp)
-
-    @property
     def why_not(self) -> str:
         """Say what of the run a plan cannot express; "" where it can."""
         if self.gpus is None or self.batch is None or self.length is None:
             return "the batch or the length is not stated"
-        for name, degree in self._degrees:
+        for name, degree in (("tensor", self.tp), ("pipeline", self.pp), ("expert", self.ep), ("context", self.cp)):
             if degree is not None and degree > 1:
                 return f"{name} parallelism"
         if self.offload not in _OFFLOADS:
             return f"on the host: {self.offload}"
-        if self.recipe not in _recipes():
+        from surokit.recipe import recipes
+
+        if self.recipe not in recipes:
             return self.recipe
         if self.recompute not in _RECOMPUTES:
             return f"recompute of {self.recompute}"
@@ -189,13 +187,6 @@ def _parse(text: str) -> tuple[PublishedRun, ...]:
     return tuple(
         PublishedRun(**{name: value(name, row[name]) for name in names}) for row in csv.DictReader(io.StringIO(text))
     )
-
-
-@cache
-def _recipes() -> frozenset[str]:
-    from surokit.recipe import recipes
-
-    return frozenset(recipes)
 
 
 @cache

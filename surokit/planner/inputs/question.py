@@ -246,9 +246,8 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
     deferral = read_deferral(q.optimizer)
     assert q.layers is not None
     engine = _read_engine(q, fusion)
-    kernel: AttentionKernel = (
-        "flash3" if engine == "fused" and not fusion.fuses else "sdpa"
-    )  # as our fused layers have it
+    # our fused layers take torch's attention
+    kernel: AttentionKernel = "flash3" if engine == "fused" and not fusion.fuses else "sdpa"
     setup = Setup(
         dtype=dtype,
         optimizer=optimizer,

@@ -46,8 +46,7 @@ class Space:
 
     def step_time(self, plan: Plan) -> StepTime | None:
         """Return the time of a step that ways are compared by; None for a bound, which does not know what a change costs."""
-        on_host = self.host is not None and plan.setup.offloads
-        found = plan.step_time_on(self.host) if on_host and self.host else plan.step_time
+        found = plan.step_time_on(self.host) if self.host and plan.setup.offloads else plan.step_time
         return None if found is None or found.kind == "bound" else found
 
     def holds(self, memory: Memory) -> bool:
