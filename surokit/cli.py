@@ -176,7 +176,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--batch": "sequences a step, on one GPU",
         "--length": "tokens of a sequence",
         "--accumulate": "micro-batches a step (1)",
+        "--recompute-blocks": "blocks that backward computes again (all, with --recompute)",
         "--zero": "ZeRO stage over the GPUs, 0 to 3 (0)",
+        "--tensor-parallel": "GPUs that share each layer, and the tokens between its products (1)",
+        "--pipeline-parallel": "stages of layers, in the order 1F1B (1)",
+        "--virtual-stages": "parts of a stage's layers that take turns (1)",
+        "--expert-parallel": "GPUs that each have a part of the experts (1)",
         "--slack": "share of memory on top, for fragmentation and workspace (0.1)",
         "--between-gb-s": "GB/s that one GPU has between nodes, one direction",
     }.items():
@@ -186,7 +191,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--gpu": "name in the hardware table, such as H100",
         "--recipe": "name of a recipe, such as fp8 or qfp8 (nothing is quantized)",
         "--attention": "counts the keys that a token sees, or all: causal or full (causal)",
-        "--recompute": "what backward computes again: none, selective or full (none)",
+        "--recompute": "what backward computes again: none, selective, mlp or full (none)",
         "--optimizer": "adamw, adamw8bit, zenflow, offloadadamw or sgd (adamw)",
         "--state-dtype": "dtype of the optimizer's moments (the weights' own)",
         "--dtype": "dtype of weights and gradients: bf16, fp16 or fp32 (bf16)",
@@ -203,6 +208,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
     given.add_argument("--offload-weights", action="store_true", default=None, help="weights of blocks on the host")
     given.add_argument("--offload-activations", action="store_true", default=None, help="activations on the host")
+    states = "the optimizer's states on the host, where the GPU reads them (paged optimizers)"
+    given.add_argument("--offload-states", action="store_true", default=None, help=states)
     in_backward = "each weight is updated as its gradient arrives"
     given.add_argument("--optimizer-in-backward", action="store_true", default=None, help=in_backward)
     given.add_argument(

@@ -81,7 +81,10 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "host_us of compiled": (8.0, 0.5),
     "host_us of fused": (6.0, 0.5),
     "adapter_us": (15.0, 0.7),
-    "link": (0.3, 0.5),
+    "routing_us": (300.0, 1.0),
+    "waited": (1.0, 0.3),
+    "hidden": (0.15, 0.7),
+    "exchange": (0.7, 0.4),
     "constant_ms": (3.0, 0.3),
     "host_link": (0.75, 0.2),
     "host_adam": (4e9, 0.5),
@@ -93,8 +96,11 @@ _OF_ANY = (
     "quantization",
     "optimizer",
     "gap_us",
-    "link",
+    "waited",
+    "hidden",
+    "exchange",
     "constant_ms",
+    "routing_us",
     "host_link",
     "host_adam",
 )
@@ -115,6 +121,11 @@ class Measured:
     gpu: Gpu
     terms: Terms
     ms: float
+
+    @property
+    def kind(self) -> str:
+        """Return what the interval of its time is of: models with experts, or any other."""
+        return likely.EXPERTS if self.plan.shape is not None and self.plan.shape.experts is not None else ANY
 
 
 def measured(runs: Sequence[PublishedRun]) -> tuple[list[Measured], dict[int, str]]:
@@ -342,12 +353,15 @@ def spread(runs: Sequence[Measured], apart: Sequence[float], without: str = "") 
     """Return the low and the high end of the interval, times a likely time: p10 and p90 of measured over left-out times.
 
     `without` leaves a source's runs out. A source with four times the runs weighs twice as much: how runs of one table differ is a
-    part of what is asked.
+    part of what is asked. Models with experts have an interval of their own.
     """
-    chosen = [i for i, m in enumerate(runs) if m.run.where != without]
-    weight = weights([runs[i] for i in chosen])
-    ratios, w = [runs[i].ms / apart[i] for i in chosen], [float(each) for each in weight]
-    return {("low", ANY): quantile(ratios, w, LOW), ("high", ANY): quantile(ratios, w, HIGH)}
+    found = {}
+    for of in (ANY, likely.EXPERTS):
+        chosen = [i for i, m in enumerate(runs) if m.run.where != without and m.kind == of]
+        weight = weights([runs[i] for i in chosen])
+        ratios, w = [runs[i].ms / apart[i] for i in chosen], [float(each) for each in weight]
+        found |= {("low", of): quantile(ratios, w, LOW), ("high", of): quantile(ratios, w, HIGH)}
+    return found
 
 
 def _row(m: Measured, ms: float, apart_ms: float, new_ms: float, reached: Reached) -> dict[str, Any]:
@@ -357,13 +371,13 @@ def _row(m: Measured, ms: float, apart_ms: float, new_ms: float, reached: Reache
         "where": m.run.where,
         **{name: getattr(m.run, name) for name in ("model", "gpu", "gpus", "engine", "recipe", "batch", "length")},
         "assumed": list(m.run.assumed),
-        "tokens": m.plan.estimate.tokens // (m.run.gpus or 1),
+        "tokens": round(m.plan.estimate.tokens / (m.run.gpus or 1)),
         "measured_ms": round(m.ms, 3),
         "likely_ms": round(ms, 3),
         "left_out_ms": round(apart_ms, 3),
         "without_publisher_ms": round(new_ms, 3),
-        "low_ms": round(apart_ms * reached["low", ANY], 3),
-        "high_ms": round(apart_ms * reached["high", ANY], 3),
+        "low_ms": round(apart_ms * reached["low", m.kind], 3),
+        "high_ms": round(apart_ms * reached["high", m.kind], 3),
         "bound_ms": round(m.plan.estimate.step_ms, 3),
     }
 

@@ -15,14 +15,23 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
-from surokit.fusion import Recompute
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.machine import machine_gib, room_for_decoded
 from surokit.planner import picture
 from surokit.planner.compare import check as checking
 from surokit.planner.compare.check import Check
-from surokit.planner.counts.flops import Attention, Compute, count_flops, product_kinds
-from surokit.planner.counts.memory import SLACK, AttentionKernel, Engine, Layers, Memory, Setup, blocks_of, count_memory
+from surokit.planner.counts.flops import Attention, Compute, Recompute, count_flops, product_kinds
+from surokit.planner.counts.memory import (
+    SLACK,
+    AttentionKernel,
+    Engine,
+    Layers,
+    Memory,
+    OffloadedActivations,
+    Setup,
+    blocks_of,
+    count_memory,
+)
 from surokit.planner.inputs.fusion import Transposed
 from surokit.planner.inputs.question import Asked, Logits, Question, read_question
 from surokit.planner.inputs.shape import Shape
@@ -122,12 +131,13 @@ class Plan:
         """Predict the time of a step by what published runs reached, with its interval.
 
         What is kept on the host counts, at the rates of published hosts. None where `estimate` is None, where rates were measured,
-        which predict by themselves, where the link to the host is needed and not known, on a CPU, without training, and for
-        mixtures of experts: what is published of these is too little.
+        which predict by themselves, where the link to the host is needed and not known, on a CPU, and without training.
         """
         if not self.has_likely or self.estimate is None or self.gpu is None:
             return None
-        return likely_step(self.estimate, self.gpu, self.setup, self.on_host if self.setup.offloads else None)
+        host = self.on_host if self.setup.offloads else None
+        experts = self.shape is not None and self.shape.experts is not None
+        return likely_step(self.estimate, self.gpu, self.setup, host, experts=experts)
 
     @property
     def has_likely(self) -> bool:
@@ -140,7 +150,7 @@ class Plan:
         gpu, setup, shape = self.gpu, self.setup, self.shape
         if gpu is None or gpu.ceilings is not None or not setup.training or setup.device == "cpu":
             return False
-        return shape is not None and shape.experts is None and not why_no_estimate(shape, self.compute, setup, gpu)
+        return not why_no_estimate(shape, self.compute, setup, gpu)
 
     @cached_property
     def computing_time(self) -> StepTime | None:
@@ -395,17 +405,24 @@ def plan(
     graphs: bool | None = None,
     transposed: Transposed | None = None,
     offload_weights: bool | int | None = None,
-    offload_activations: bool | None = None,
+    offload_activations: OffloadedActivations | None = None,
     engine: Engine | None = None,
     attention_kernel: AttentionKernel | None = None,
     optimizer_in_backward: bool = False,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    virtual_stages: int = 1,
+    recompute_blocks: int | None = None,
+    offload_states: bool = False,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
     what        number of parameters (405e9), a config (dict as in config.json, folder, path, DecoderConfig), a live model
                 with a .config, or a Session. A live one is planned as it is where no argument says otherwise: its recipe and
                 adapters, what trains, fusion and recompute, dtype and device; a session's optimizer, steps and CUDA graphs too
-    tokens      of the whole run; `batch` (sequences on one GPU) x `length` (tokens) x `gpus` is one step
+    tokens      of the whole run; `batch` (sequences on one GPU, or on the GPUs that share a model) x `length` (tokens) x `gpus` (or
+                such groups) is one step
     gpu         a name in the hardware table, "cpu", or a Gpu; gives peaks and memory, and decides whether a CPU's or a GPU's
                 kernels run (without it, those of the device that a live model is on, or a GPU's)
     tflops_per_gpu, mfu     the achieved rate of one GPU in model TFLOPS, or as a share of its dense BF16 peak: one of
@@ -414,14 +431,15 @@ def plan(
     usd_per_gpu_hour    a price, a range (1.8, 3.2) or a dated `Price`; none is assumed
     recipe      a Recipe or its name; its adapter and storage decide what trains and how weights are held
     attention   "causal" counts the keys that a token sees, "full" all of them
-    recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward) or "selective": of fused layers the outputs
-                of norm and SwiGLU; else all but attention and every second product (PyTorch's selective checkpointing, as
-                torchtitan does it)
+    recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward), "mlp" (each feed-forward) or "selective": of
+                fused layers the outputs of norm and SwiGLU; else all but attention and every second product (PyTorch's selective
+                checkpointing, as torchtitan does it); `recompute_blocks` is how many layers do so, all without it
     optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), "zenflow" or "offloadadamw" (states on the host), or an
                 optimizer of ours; `state_dtype` is that of its moments, the weights' own without it
     dtype       of weights and gradients (bf16, or fp16 on a GPU without bf16 products; a live model's own); `master` adds float32
                 masters
-    zero        ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too
+    zero        ZeRO stage over `gpus`, or those of them that are data-parallel: 1 shards optimizer states, 2 gradients too,
+                3 weights too
     layers      "surokit" or "transformers": whose layers compute, which decides what is kept for the backward; a live model's own
                 without it
     logits      "fused" with the loss, as our layers do, or "whole", as transformers' do
@@ -435,13 +453,19 @@ def plan(
                 `fusion` decides
     offload_weights     True, or how many are fetched ahead: the weights of blocks wait on the host (sk.offload_weights), and each
                 block is computed again in backward
-    offload_activations     True: what backward needs waits on the host (sk.offload_activations)
+    offload_activations     True: what backward needs waits on the host (sk.offload_activations); "inputs": only those of blocks
+    offload_states          True: the optimizer's states wait on the host, and the GPU updates with them over the link (as paged
+                optimizers of bitsandbytes do); "offloadadamw" updates there
     engine      who makes the kernels, for times (memory is that of eager PyTorch): "eager" PyTorch, "compiled" by torch.compile,
                 or "fused" by hand; without it "fused" where `fusion` fuses, else "eager"
     attention_kernel    for times: "sdpa", torch's scaled_dot_product_attention, "flash3": FlashAttention-3 and 4, or cuDNN's, or
                 "triton", FlashAttention's first Triton kernel; without it "sdpa", which our layers take too, and "flash3" for
                 another engine that is "fused" by hand
     optimizer_in_backward   True: each weight is updated as its gradient arrives, so that no two gradients are held
+    tensor_parallel         GPUs that share each layer, and between its products the tokens (sequence parallel)
+    pipeline_parallel       stages of layers, whose micro-batches (`accumulate`) come in the order 1F1B
+    virtual_stages          parts of a stage's layers that take turns (interleaved 1F1B)
+    expert_parallel         GPUs among the data-parallel ones that each have a part of the experts
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
@@ -515,6 +539,8 @@ def _compute(asked: Asked) -> Compute | None:
         recipe=asked.carried,
         attention=asked.question.attention,
         recompute=setup.repeats,
+        recompute_blocks=setup.recompute_blocks,
+        early_stop=setup.early_stop,
         training=setup.training,
     )
 
@@ -523,7 +549,7 @@ def _model_flops(asked: Asked, compute: Compute | None) -> ModelFlops:
     """Count the FLOPs of a token, a step and the run."""
     setup, tokens, step_tokens = asked.setup, asked.run.tokens, None
     if setup.batch is not None and setup.length is not None:
-        step_tokens = setup.batch * setup.length * setup.accumulate * setup.gpus
+        step_tokens = setup.batch * setup.length * setup.accumulate * setup.replicas
     if compute is not None:
         token, again = Fraction(compute.model), compute.recompute / compute.model
     else:
@@ -544,10 +570,11 @@ def _share_repeated(asked: Asked) -> float:
     setup = asked.setup
     if not setup.training or setup.repeats == "none":
         return 0.0
-    if setup.repeats == "selective" and (typical := typical_shape(asked.subject.parameters)) is not None:
-        some, whole = (count_flops(typical[0], length=None, recompute=how) for how in ("selective", "full"))
-        return 2 / asked.factor * some.recompute / whole.recompute
-    return 2 / asked.factor
+    if (typical := typical_shape(asked.subject.parameters)) is None:
+        return 2 / asked.factor
+    some = count_flops(typical[0], length=None, recompute=setup.repeats, early_stop=setup.early_stop)
+    whole = count_flops(typical[0], length=None, recompute="full", early_stop=False)
+    return 2 / asked.factor * some.recompute / whole.recompute
 
 
 def _estimate(asked: Asked, compute: Compute | None) -> Estimate | None:
@@ -579,7 +606,10 @@ def _title(asked: Asked, flops: ModelFlops) -> str:
         parts.append(f"{units.count(tokens)} tokens")
     if flops.step_tokens is not None:
         times = f" x {setup.accumulate}" if setup.accumulate > 1 else ""
-        parts.append(f"{setup.batch} x {setup.length}{times} tokens a step" + (" and GPU" if setup.gpus > 1 else ""))
+        of_each = "" if setup.replicas == 1 else " and GPU" if setup.replicas == setup.gpus else " and replica"
+        parts.append(f"{setup.batch} x {setup.length}{times} tokens a step{of_each}")
+    if setup.division.divides:
+        parts.append(setup.division.words)
     if setup.fusion.fuses or asked.graphs:
         parts.append(" ".join(["fused"] * setup.fusion.fuses + ["in CUDA graphs"] * asked.graphs))
     if asked.gpu is not None or setup.gpus > 1:

@@ -139,7 +139,7 @@ def _with_rank(recipe: Any) -> str:
 def plan_answers(plan: Plan) -> Iterator[str]:
     """Yield whether the plan fits, how long it takes and what it costs, a line each where it is known."""
     words, too_large = verdict(plan)
-    if too_large and plan.setup.gpus > 1 and not plan.setup.zero:
+    if too_large and plan.setup.replicas > 1 and not plan.setup.zero:
         words = words.replace("Does not fit", "Does not fit unsharded")
     yield f"{words}; plan.fitting() says what helps" if too_large else words
     t, estimate = plan.time, plan.estimate
@@ -305,7 +305,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"memory leaves out {text}"
     if shape is None and not plan.memory.left_out and (typical := typical_shape(plan.parameters)) is not None:
         yield f"memory is that of a typical shape, after {typical[1]}: {typical[0].words}; a config gives the model's own"
-    if setup.gpus > 1 and not setup.zero:
+    if setup.replicas > 1 and not setup.zero:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.gpus == 1 and setup.zero:
         yield f"zero={setup.zero} shards nothing on one GPU: give gpus="

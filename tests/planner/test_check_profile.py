@@ -73,7 +73,9 @@ def test_accumulation_and_recompute_count(profile):
     twice = check(tiny(batch=1, accumulate=2), profile)
     assert twice["FLOPs executed"].expected == check(tiny(), profile)["FLOPs executed"].expected
     again = check(tiny(recompute="full"), profile)["FLOPs executed"]
-    assert again.ratio == pytest.approx(0.78, abs=0.03)  # three passes of the layers' four
+    assert again.ratio == pytest.approx(
+        0.82, abs=0.03
+    )  # three passes of the layers' 3.7: the last product is not repeated
 
 
 def test_the_speed_of_light_stands_beside_each_module(profile):

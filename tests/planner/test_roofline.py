@@ -134,14 +134,11 @@ def test_products_and_sums_are_those_that_torch_launches(recipe, recompute):
 
 
 def _checkpointed(model):
-    # the whole forward again, as FLOPs are counted; by default torch stops before a block's last product
     from torch.utils.checkpoint import checkpoint
 
     for block in model.model.layers:
         forward = block.forward
-        block.forward = lambda x, context, forward=forward: checkpoint(
-            forward, x, context, use_reentrant=False, early_stop=False
-        )
+        block.forward = lambda x, context, forward=forward: checkpoint(forward, x, context, use_reentrant=False)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])

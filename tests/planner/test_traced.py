@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 import surokit as sk
-from tests.planner.traced import checkpointed, plain, trace
+from tests.planner.traced import checkpointed, feed_forwards_again, first_block_again, plain, trace
 
 SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama 8b": (
@@ -44,14 +44,25 @@ SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "recompute"), [*((name, "none") for name in SIZES), ("llama 8b", "selective")])
-def test_a_plan_holds_what_the_models_own_code_holds(name, recompute):
+#: What is computed again: (the model's code changed, the plan's arguments)
+AGAIN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "none": (plain, {}),
+    "selective": (checkpointed, {"recompute": "selective"}),
+    "mlp": (feed_forwards_again, {"recompute": "mlp"}),
+    "one block": (first_block_again, {"recompute": "full", "recompute_blocks": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "again"), [*((name, "none") for name in SIZES), *(("llama 8b", again) for again in [*AGAIN][1:])]
+)
+def test_a_plan_holds_what_the_models_own_code_holds(name, again):
     kind, sizes = SIZES[name]
     config = kind(
         **sizes, num_hidden_layers=2, vocab_size=32000, max_position_embeddings=4096, attn_implementation="sdpa"
     )
     model = getattr(transformers, kind.__name__.replace("Config", "ForCausalLM"))
-    change = checkpointed if recompute == "selective" else plain
+    change, recompute = AGAIN[again]
     found = trace(lambda: model(config), batch=2, length=2048, change=change)
     given: dict[str, Any] = {
         "gpu": "H100",
@@ -61,7 +72,7 @@ def test_a_plan_holds_what_the_models_own_code_holds(name, recompute):
         "dtype": "bf16",
         "optimizer": "sgd",
         "slack": 0.0,
-        "recompute": recompute,
+        **recompute,
     }
     phases = {phase.name: phase.bytes for phase in sk.plan(config.to_dict(), **given).memory.phases}
     assert max(phases["forward"], phases["loss"]) == pytest.approx(found.phases["forward"], rel=0.01)

@@ -110,6 +110,33 @@ def plain(model: nn.Module) -> nn.Module:
     return model
 
 
+def feed_forwards_again(model: nn.Module) -> nn.Module:
+    """Let each feed-forward be computed again."""
+    for block in model.model.layers:  # type: ignore[union-attr]
+        _again(block.mlp)
+    return model
+
+
+def first_block_again(model: nn.Module) -> nn.Module:
+    """Let the first block be computed again."""
+    model.config.use_cache = False  # type: ignore[union-attr]
+    _again(model.model.layers[0])  # type: ignore[union-attr, index]
+    return model
+
+
+def _again(module: Any, **how: Any) -> None:
+    """Let torch compute a module again in backward."""
+    forward = partial(_said, module.forward)
+    module.forward = partial(
+        checkpoint,
+        forward,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check="none",  # what is kept says that it is on a GPU, what is computed again that it is not
+        **how,
+    )
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     """Let each block save attention and every second product alone, by torch's selective checkpointing."""
 
@@ -129,15 +156,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
     model.config.use_cache = False  # type: ignore[union-attr]
     for block in model.model.layers:  # type: ignore[union-attr]
-        forward = partial(_said, block.forward)
-        block.forward = partial(
-            checkpoint,
-            forward,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            determinism_check="none",  # what is kept says that it is on a GPU, what is computed again that it is not
-            context_fn=contexts,
-        )
+        _again(block, context_fn=contexts)
     return model
 
 

@@ -1,8 +1,8 @@
 """Read single runs that others published (runs.csv), and say how `plan` is asked for each of them.
 
 A row is one configuration: what was trained on how many GPUs, the tokens a second of one GPU (or its model TFLOPS), and the memory
-where it was printed. `assumed` names what the source does not state. Models that the catalogue lacks are in shapes.csv. Runs with
-tensor, pipeline or expert parallelism, states on the host, or without a length are listed too: `why_not` says what a plan lacks.
+where it was printed. `assumed` names what the source does not state. Models that the catalogue lacks are in shapes.csv. Runs that
+no plan expresses are listed too: `why_not` says what it lacks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from surokit.planner.inputs.shape import built_here
 
 #: GB/s that one GPU has between nodes where a run does not say: a card of 400 Gbit/s each.
 BETWEEN_GB_S = 50.0
-_RECOMPUTES = ("none", "selective", "full")
+_RECOMPUTES = ("none", "selective", "mlp", "full", "every second block")
 #: What a run keeps on the host -> the arguments of a plan that does.
 _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "CPU AdamW": {"optimizer": "offloadadamw"},
     "activations": {"offload_activations": True},
+    "inputs": {"offload_activations": "inputs"},
+    "moments": {"offload_states": True},
+    "moments and inputs": {"offload_states": True, "offload_activations": "inputs"},
 }
-_NUMBERS = ("gpus", "batch", "length", "accumulate", "rank", "zero", "tp", "pp", "ep", "cp")
+_NUMBERS = ("gpus", "batch", "length", "accumulate", "rank", "zero", "tp", "pp", "vp", "ep", "cp")
 _FIGURES = ("between_gb_s", "tokens_per_s", "tflops", "memory_gib")
 
 
@@ -43,6 +46,7 @@ class PublishedRun:
     source          repository at a commit, and the file
     between_gb_s    GB/s that one GPU has between nodes
     tokens_per_s    of one GPU; `tflops` are its model TFLOPS, where only these were printed
+    vp              virtual stages of each of `pp`
     layers, logits, optimizer   as `plan` has them, where they are not ours, fused, and AdamW; "+in backward" may follow it
     states          "fp32": float32 weights or masters and moments
     targets         modules with an adapter, where these are not all of a block
@@ -66,6 +70,7 @@ class PublishedRun:
     offload: str
     tp: int | None
     pp: int | None
+    vp: int | None
     ep: int | None
     cp: int | None
     between_gb_s: float | None
@@ -100,9 +105,8 @@ class PublishedRun:
         """Say what of the run a plan cannot express; "" where it can."""
         if self.gpus is None or self.batch is None or self.length is None:
             return "the batch or the length is not stated"
-        for name, degree in (("tensor", self.tp), ("pipeline", self.pp), ("expert", self.ep), ("context", self.cp)):
-            if degree is not None and degree > 1:
-                return f"{name} parallelism"
+        if self.cp is not None and self.cp > 1:
+            return "context parallelism"
         if self.offload not in _OFFLOADS:
             return f"on the host: {self.offload}"
         from surokit.recipe import recipes
@@ -119,8 +123,6 @@ class PublishedRun:
             return f"the model {self.model}"
         recipe = self.recipe if self.recipe != "bf16" else ""
         is_gpt2 = isinstance(config, dict) and config["model_type"] == "gpt2"
-        if read_shape(config)[0].experts is not None:
-            return "a mixture of experts"
         return f"{recipe} of a GPT-2, whose matrices recipes do not reach" if recipe and is_gpt2 else ""
 
     @property
@@ -136,26 +138,33 @@ class PublishedRun:
         config = _config(self.model, self.length)
         assert config is not None
         optimizer, _, in_backward = self.optimizer.partition("+")
+        every_second = self.recompute == "every second block"
         targets = self.targets.split() or PROJECTIONS
+        whole = (self.tp or 1) * (self.pp or 1) * (self.ep or 1) == 1
         return {
             "what": config,
             "engine": self.engine,
             "attention_kernel": self.attention or ("flash3" if self.engine == "fused" else None),
-            "fusion": "fused" if self.engine == "fused" and built_here(read_shape(config)[0]) else None,
+            "fusion": "fused" if self.engine == "fused" and whole and built_here(read_shape(config)[0]) else None,
+            "layers": self.layers or ("transformers" if self.engine == "fused" and not whole else None),
             "gpu": self.gpu,
             "gpus": self.gpus,
             "batch": self.batch,
             "length": self.length,
             "accumulate": self.accumulate,
             "recipe": recipe.lora(self.rank, targets=targets) if recipe is not None and self.rank else recipe,
-            "layers": self.layers or None,
             "logits": self.logits or None,
             "optimizer": optimizer or None,
             "optimizer_in_backward": bool(in_backward),
             "master": self.states == "fp32",
             "state_dtype": self.states or None,
-            "recompute": None if self.recompute == "none" else self.recompute,
+            "recompute": "full" if every_second else self.recompute,
+            "recompute_blocks": read_shape(config)[0].layers // 2 if every_second else None,
             "zero": self.zero or 0,
+            "tensor_parallel": self.tp or 1,
+            "pipeline_parallel": self.pp or 1,
+            "virtual_stages": self.vp or 1,
+            "expert_parallel": self.ep or 1,
             **_OFFLOADS[self.offload],
             "between_gb_s": (self.between_gb_s or BETWEEN_GB_S) if self.gpus > 8 else None,
         }

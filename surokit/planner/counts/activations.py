@@ -23,8 +23,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
-from surokit.fusion import Fusion, Recompute
-from surokit.planner.counts.flops import Placement, Trained, frozen, repeated_products
+from surokit.fusion import Fusion
+from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, repeated_products
 from surokit.planner.counts.tape import KEPT, LOGITS, Moment, Tape, Value
 from surokit.planner.inputs.shape import Shape
 from surokit.quantizer import MX, NV, Block, NFBlock
@@ -68,11 +68,13 @@ def loss_rows(tokens: int, vocabulary: int, device: str, width: float, head: Pla
 
 
 class BlockKind(NamedTuple):
-    """A BlockKind says what decides a block's memory: its quantized products, whether experts are routed, whether it has a mask."""
+    """A BlockKind says what decides a block's memory: its quantized products, whether experts are routed, whether it has a mask,
+    and whether it is computed again."""
 
     quantized: frozenset[str]
     routed: bool
     masked: bool
+    again: bool
 
 
 class StepSetup(Protocol):
@@ -82,6 +84,8 @@ class StepSetup(Protocol):
     def recompute(self) -> Recompute: ...
     @property
     def repeats(self) -> Recompute: ...
+    @property
+    def recompute_blocks(self) -> int | None: ...
     @property
     def logits(self) -> Literal["fused", "whole"]: ...
     @property
@@ -177,12 +181,16 @@ class _Model:
         tape, shape = self.tape, self.shape
         ids = tape.new(self.tokens * 8.0)  # the token ids and the labels, int64
         tape.new(self.tokens * 8.0)
-        x = self.embedding(ids)
+        x = self.embedding(ids) if shape.has_embedding else tape.new(self.of(shape.width), needs=self.step.training)
         runs = self.runs()
         mask = tape.new(self.mask / self.w if any(kind.masked for _, kind in runs) else 0.0)
         for times, kind in runs:
             x = tape.repeated(lambda x, kind=kind: self.layer(x, kind), x, times)  # type: ignore[misc]
         tape.drop(mask)
+        if not shape.has_head:  # the next stage of a pipeline has it, and sends the gradient back
+            kept = tape.held[KEPT]
+            tape.backward(x, x.bytes)
+            return Activations(kept, 0.0, tuple(tape.moments.values()), self.keeps_scores)
         x = self.norm(x, shape.width)
         if not self.step.training:
             rows = self.batch if self.fused_loss else self.tokens
@@ -206,6 +214,7 @@ class _Model:
             frozenset(name for name, place in self.places.items() if layer in place.layers),
             layer in self.shape.expert_layers,
             window is not None and window < self.length,
+            self.step.recompute_blocks is None or layer < self.step.recompute_blocks,
         )
 
     @property
@@ -219,14 +228,14 @@ class _Model:
         return False
 
     def layer(self, x: Value, kind: BlockKind) -> Value:
-        if self.step.repeats == "none":
+        if self.step.repeats in ("none", "mlp") or not kind.again:
             return self.block(x, kind)
 
         return self.tape.recomputed(lambda x: self.block(x, kind), x)
 
     def block(self, x: Value, kind: BlockKind) -> Value:
         """Replay x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
-        for part in (self.attention, self.experts if kind.routed else self.mlp):
+        for part in (self.attention, self.feed):
             y = part(self.norm(x, self.shape.width, keep_name=True), kind)
             if self.shape.norms == 4:
                 y = self.norm(y, self.shape.width)
@@ -234,6 +243,13 @@ class _Model:
                 self.tape.also(self.small)
             x = self.tape.run((x, y), self.of(self.shape.width), passes=True, drops=(x, y))
         return x
+
+    def feed(self, x: Value, kind: BlockKind) -> Value:
+        """Replay a block's feed-forward, which recompute "mlp" computes again in backward."""
+        part = self.experts if kind.routed else self.mlp
+        if self.step.repeats != "mlp" or not kind.again:
+            return part(x, kind)
+        return self.tape.recomputed(lambda x: part(x, kind), x)
 
     def embedding(self, ids: Value) -> Value:
         # a tied head's gradient is there already, and this one is added to it
@@ -393,7 +409,7 @@ class _Model:
         )
         tape.keep(weights)
         gathered = tape.run((x,), self.of(s.width * e.chosen), back_scratch=self.of(s.width))
-        y = self.feed_forward("mlp.experts", gathered, kind, e.ffn, e.chosen, e.count)
+        y = self.feed_forward("mlp.experts", gathered, kind, e.ffn, e.chosen, e.here)
         tape.drop(gathered)
         out = tape.run(
             (y, weights), self.of(s.width), keeps=(y,), scratch=y.bytes, back_scratch=y.bytes, drops=(y, weights)

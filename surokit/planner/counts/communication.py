@@ -14,8 +14,8 @@ the same time, so the slower one counts.
 
 Gradients can overlap with the backward that makes them (of the last micro-batch where they are sent once), and ZeRO 3's gathers
 with the pass they serve. The all-gather after the optimizer's step overlaps with nothing. This is the most that can overlap: the
-last bucket, contention for the memory and the latency of short messages are left out, so exposed time is a lower bound. Only data
-parallelism is counted: no tensor, pipeline or expert parallelism.
+last bucket, contention for the memory and the latency of short messages are left out, so exposed time is a lower bound. What GPUs
+that share a model exchange between its layers (division.py) is taken to overlap in the same way.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from surokit import arguments
+from surokit.planner.counts.division import NO_EXCHANGE, Exchange
 
 #: GPUs that share a node's fast links, in the common NVLink nodes; `gpus_a_node` says another number.
 GPUS_A_NODE = 8
@@ -32,7 +33,8 @@ GPUS_A_NODE = 8
 @dataclass(frozen=True)
 class Communication:
     """A Communication holds the bytes that a GPU sends in one optimizer step, their time at `link_gb_s`, and the part of it that
-    does not overlap with compute (`exposed_ms`).
+    does not overlap with compute (`exposed_ms`). `between_layers_ms` is the part of the time that GPUs which share a model take,
+    `waited_ms` the exposed part without it.
 
     Times are None where the link's rate is not known, and `how` says what is missing.
     """
@@ -42,6 +44,8 @@ class Communication:
     exposed_ms: float | None = 0.0
     link_gb_s: float | None = None
     how: str = "one GPU"
+    between_layers_ms: float = 0.0
+    waited_ms: float = 0.0
 
 
 def communicate(
@@ -57,15 +61,21 @@ def communicate(
     peer_gb_s: float | None,
     between_gb_s: float | None = None,
     gpus_a_node: int = GPUS_A_NODE,
+    exchange: Exchange = NO_EXCHANGE,
 ) -> Communication:
-    """Count the communication of data-parallel training on `gpus` GPUs.
+    """Count the communication of data-parallel training on `gpus` GPUs, or groups of GPUs that share a model.
 
     forward_ms, backward_ms     of the whole step on one GPU, all micro-batches
     peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
     between_gb_s    share of the node's network that one GPU has, 50 for a card of 400 Gbit/s; needed beyond `gpus_a_node` GPUs
+    exchange        what each GPU of such a group sends between the layers, in the whole step
     """
+    if exchange.forward_ms is None or exchange.backward_ms is None:
+        return Communication(exchange.bytes, None, None, None, f"between layers; {exchange.how}")
+    between = exchange.forward_ms + exchange.backward_ms
     if gpus == 1:
-        return Communication()
+        exposed = max(0.0, exchange.forward_ms - forward_ms) + max(0.0, exchange.backward_ms - backward_ms)
+        return Communication(exchange.bytes, between, exposed, peer_gb_s, exchange.how or "one GPU", between)
     a, late = accumulate, 0.0
     if zero == 0:
         in_forward, in_backward, how = 0.0, 2 * gradient_bytes, "all-reduce of the gradients"
@@ -81,7 +91,7 @@ def communicate(
         in_forward, in_backward = a * weight_bytes, a * (weight_bytes + gradient_bytes)
         how = "all-gather of the weights twice, reduce-scatter of the gradients"
     ring = (gpus - 1) / gpus
-    sent = ring * (in_forward + in_backward + late)
+    sent = ring * (in_forward + in_backward + late) + exchange.bytes
     how = f"{how}{f', {a} micro-batches' if a > 1 else ''}; {gpus:,} GPUs"
     nodes = -(-gpus // gpus_a_node)
     if nodes > 1 and between_gb_s is None:
@@ -94,11 +104,15 @@ def communicate(
         links[between_gb_s] = max(links.get(between_gb_s, 0.0), (nodes - 1) / nodes / gpus_a_node / between_gb_s / 1e6)
     link = max(links, key=lambda rate: links[rate])
     each = links[link]
-    ms = each * (in_forward + in_backward + late)
-    exposed = max(0.0, in_forward * each - forward_ms) + max(0.0, in_backward * each - backward_ms) + late * each
-    return Communication(
-        sent, ms, exposed, link, f"{how}, bound by the link of {link:g} GB/s; the rest behind the passes"
+    ms = each * (in_forward + in_backward + late) + between
+    ways = (
+        (in_forward * each, exchange.forward_ms, forward_ms),
+        (in_backward * each, exchange.backward_ms, backward_ms),
     )
+    exposed = late * each + sum(max(0.0, sends + more - computes) for sends, more, computes in ways)
+    waited = late * each + sum(max(0.0, sends - computes) for sends, _, computes in ways)
+    how += f", bound by the link of {link:g} GB/s{f'; {exchange.how}' * bool(exchange.how)}; the rest behind the passes"
+    return Communication(sent, ms, exposed, link, how, between, waited)
 
 
 # -- how a measured run scales

@@ -20,17 +20,18 @@ Conventions, since published figures differ in them:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from surokit.formats import Kind
-from surokit.fusion import Recompute
 from surokit.hardware.gpus import Gpu
 from surokit.planner.inputs.shape import Shape, Weight
 
 Attention = Literal["causal", "full"]
 #: Tensor cores' kinds of forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
 Kinds = tuple[Kind | None, Kind | None, Kind | None]
+#: What backward computes again, where a plan says it; of what surokit's own layers do "mlp" is no part.
+Recompute = Literal["none", "selective", "mlp", "full"]
 _ATTENDED = ("query", "key", "value")
 _HEAD = -1  # the head's number among the layers
 
@@ -135,7 +136,7 @@ class Trained:
 
 
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
-    """Place `recipe` on every kind of matrix of the layers and on the head, which comes last.
+    """Place `recipe` on every kind of matrix of the layers and on the head, which comes last if there is one.
 
     Experts are taken to be linear layers of their own, each quantized and each with its adapter. A router and the modules that
     are no linear layers (GPT-2's Conv1D) are left alone, as `surokit.apply` leaves them.
@@ -143,7 +144,7 @@ def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
     rank = getattr(getattr(recipe, "adapter", None), "rank", 0)
     targets = getattr(getattr(recipe, "adapter", None), "targets", ())
     placed = []
-    for w in (*shape.projections, shape.head):
+    for w in (*shape.projections, *([shape.head] if shape.has_head else [])):
         layers = _quantized(w, shape, recipe)
         adapted = w.kind != "other" and w.name.rsplit(".", 1)[-1] in targets
         placed.append(Placement(w, w.a_layer * len(layers), rank if adapted else 0, layers))
@@ -212,19 +213,29 @@ def count_flops(
     recipe: Any = None,
     attention: Attention = "causal",
     recompute: Recompute = "none",
+    recompute_blocks: int | None = None,
+    early_stop: bool = True,
     training: bool = True,
 ) -> Compute:
     """Count the FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
 
-    `recompute` "full" repeats each layer's forward in the backward; "selective" all but attention and every second product, as
-    torchtitan's selective checkpointing by operator. Fused layers, whose "selective" repeats no product, ask for "none".
+    `recompute` "full" repeats each layer's forward in the backward; "mlp" each feed-forward; "selective" all but attention and
+    every second product, as torchtitan's selective checkpointing by operator. Fused layers, whose "selective" repeats no product,
+    ask for "none". Of the layers `recompute_blocks` do so, all without it. With `early_stop`, torch's default, a layer is computed
+    again up to the last tensor that backward reads, and so without the product that it ends with.
     """
     places = placements(shape, recipe)
     base_trains = training and not frozen(recipe)
     flow = gradients(shape, places, base_trains=base_trains, training=training)
+    blocks = shape.layers if recompute_blocks is None else recompute_blocks
     products = [*_weights(places, recipe, base_trains, training, flow, recompute)]
+    if early_stop and recompute in ("full", "mlp"):
+        ends = last_products(shape, places)
+        products = [replace(p, recompute=0) if p.module in ends else p for p in products]
     if length is not None:
         products += _attention(shape, length, attention, flow, training and recompute == "full")
+    if blocks != shape.layers:
+        products = [replace(p, recompute=p.recompute * blocks // shape.layers) for p in products]
     return Compute(tuple(products), attention, recompute)
 
 
@@ -233,9 +244,21 @@ def repeated_products(weights: tuple[Weight, ...], recompute: Recompute) -> froz
     of a layer, from the first on."""
     inside = [w for w in weights if w.kind != "head"]
     if recompute != "selective":
-        return frozenset(w.name for w in inside) if recompute == "full" else frozenset()
+        root = {"full": "", "mlp": "mlp."}.get(recompute)
+        return frozenset(w.name for w in inside if root is not None and w.name.startswith(root))
     layers = {tuple(w.name for w in inside if layer in w.layers) for w in inside for layer in w.layers}
     return frozenset(name for names in layers for name in names[1::2])
+
+
+def last_products(shape: Shape, places: tuple[Placement, ...]) -> frozenset[str]:
+    """Return the names of the products that end a layer and whose output no backward reads; a quantized one saves its input only
+    when it is done, an adapter's second one comes last."""
+    found = set()
+    for place in places:
+        ends = place.weight.writes == ("stream",) and place.weight.reads.startswith("mlp product")
+        if ends and shape.norms == 2 and not place.quantized:
+            found.add(place.weight.name + (".lora_B" if place.rank else ""))
+    return frozenset(found)
 
 
 def gradients(
@@ -306,7 +329,7 @@ def _weights(
                     forward=one * len(every),
                     grad_input=one * onward,
                     grad_weight=one * len(every) if training else 0,
-                    recompute=one * len(every) if again else 0,
+                    recompute=one * len(every) if (w.name in again if recompute == "mlp" else again) else 0,
                     active=w.active,
                 )
 

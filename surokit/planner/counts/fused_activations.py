@@ -26,7 +26,8 @@ class FusedLayers(Ours):
         y = self.attention(x, kind)
         tape.also(self.small if self.trains else 0.0)
         stream = tape.run((x, y), size, passes=True, drops=(x, y))
-        out = self.mlp(stream, kind)
+        stream.holders += 1
+        out = self.feed(stream, kind)
         return tape.run((stream, out), size, passes=True, drops=(stream, out))
 
     def attention(self, x: Value, kind: BlockKind) -> Value:
@@ -74,6 +75,7 @@ class FusedLayers(Ours):
         (out,) = self.stage(inputs, ("mlp.down_proj",), (s.width,), s.ffn, kind, source=source)
         for part in {*parts, *inputs}:
             self.tape.drop(part)
+        self.tape.drop(x)
         return out
 
     def normed(self, x: Value, names: Sequence[str], sizes: Sequence[int], kind: BlockKind) -> tuple[Value, ...]:

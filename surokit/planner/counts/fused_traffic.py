@@ -148,8 +148,8 @@ class FusedStep(MicroBatch):
             return Load(module, "elementwise", step, "move", count, 0.0, elements * each, count * launches)
 
         yield load("forward", forward, launches[0])
-        if self.again:
-            yield load("recompute", forward, launches[0])
+        if again := self.repeated(module):
+            yield load("recompute", forward * again, launches[0] * again)
         if self.backward:
             yield load("backward", backward * share, launches[1] * share)
 

@@ -27,6 +27,9 @@ A plan without training replays the forward alone: one layer's tensors at a time
 
 The replay of a GPU's kernels follows their code; so far it is measured on a CPU alone (docs/measurements/memory-cpu.json).
 
+Of a model that is divided over GPUs (division.py) the fullest GPU is counted. With tensor and sequence parallelism a GPU keeps what
+one GPU keeps of its share of the tokens, since each kept tensor is divided, by tokens or by features.
+
 Under ZeRO 2 and 3 a layer's gradient is whole until it is reduced; under 3 two layers' weights are gathered, the one that
 computes and the next, and with them the embeddings, which FSDP2 holds in the root's group.
 """
@@ -36,9 +39,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from surokit.fusion import OFF, Fusion, Recompute
+from surokit.fusion import OFF, Fusion
 from surokit.planner.counts.activations import Activations, Ours, loss_rows, replay
-from surokit.planner.counts.flops import Placement, Trained, frozen, gradients, operand_bits, placements
+from surokit.planner.counts.division import WHOLE, Division
+from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.counts.fused_activations import FusedLayers
 from surokit.planner.counts.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.counts.transformers_activations import Theirs
@@ -56,11 +60,15 @@ SLACK = 0.10
 WIDENED, CHUNK_8BIT, CHUNK_8BIT_BYTES = 1 << 25, 1 << 16, 40
 # inputs of blocks that are on the device though they wait on the host: two fetched ahead, one that leaves
 ON_THEIR_WAY = 3
+#: The terms that `offload_states` leaves on the host.
+STATES = ("optimizer", "master weights")
 #: The phases of a step, in order.
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 #: The library whose layers compute: they differ in what they keep for the backward.
 Layers = Literal["surokit", "transformers"]
+#: What of the activations waits on the host: nothing, all of them, or the inputs of blocks.
+OffloadedActivations = bool | Literal["inputs"]
 Engine = Literal["eager", "compiled", "fused"]
 #: Who computes attention, for times: torch; FlashAttention-3, FlashAttention-4 or cuDNN; or FlashAttention's first Triton kernel.
 AttentionKernel = Literal["sdpa", "flash3", "triton"]
@@ -169,7 +177,9 @@ class Setup:
     `overlap` and `slots` are its settings. `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are
     not). `trained` is the part of a live model that trains; without it the recipe decides. `engine` says who makes the kernels:
     PyTorch, torch.compile, or a hand. `attention_kernel` is torch's scaled_dot_product_attention or a faster one.
-    With `in_backward` each weight is updated as its gradient arrives, and the gradient freed.
+    With `in_backward` each weight is updated as its gradient arrives, and the gradient freed. `division` says how the model itself
+    is divided over GPUs, and `shards` over how many ZeRO shards, where that is not all data-parallel ones (None): these may have
+    different experts.
     """
 
     dtype: str = "bf16"
@@ -181,6 +191,7 @@ class Setup:
     batch: int | None = None
     length: int | None = None
     recompute: Recompute = "none"
+    recompute_blocks: int | None = None
     logits: Literal["fused", "whole"] = "fused"
     training: bool = True
     device: Literal["cpu", "cuda"] = "cuda"
@@ -193,20 +204,38 @@ class Setup:
     overlap: bool = True
     slots: int = SLOTS
     prefetch: int = 0
-    offload_activations: bool = False
+    offload_activations: OffloadedActivations = False
+    offload_states: bool = False
     trained: Trained | None = None
     engine: Engine = "eager"
     attention_kernel: AttentionKernel = "sdpa"
     in_backward: bool = False
+    division: Division = WHOLE
+    shards: float | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of data-parallel GPUs, or groups of GPUs: each computes micro-batches of its own."""
+        return self.gpus // (self.division.tensor * self.division.pipeline)
+
+    def shards_from(self, stage: int) -> float:
+        """Return the number of GPUs over which ZeRO shards what it shards from `stage` on; 1 where it does not."""
+        return 1 if self.replicas == 1 or self.zero < stage else self.shards or self.replicas
+
+    def of_part(self, part: Shape) -> Setup:
+        """Return the setup of one GPU's part of a divided model."""
+        blocks = self.recompute_blocks
+        blocks = None if blocks is None else -(-blocks // self.division.pipeline)
+        return replace(self, shards=self.replicas / self.division.widens(part), recompute_blocks=blocks)
 
     @property
     def offloads(self) -> str:
         """Say in words what of a step is kept on the host; "" where nothing is."""
         states = {"zenflow": "ZenFlow's states", "offloadadamw": "OffloadAdamW's states"} if self.training else {}
         parts = [
-            states.get(self.optimizer, ""),
+            "the optimizer's states" if self.offload_states else states.get(self.optimizer, ""),
             "weights" * bool(self.prefetch),
-            "activations" * self.offload_activations,
+            "inputs of blocks" if self.offload_activations == "inputs" else "activations" * self.offload_activations,
         ]
         return " and ".join(part for part in parts if part)
 
@@ -214,6 +243,11 @@ class Setup:
     def repeats(self) -> Recompute:
         """Return what backward computes of the products again; fused layers' "selective" repeats none."""
         return "none" if self.recompute == "selective" and self.fusion.fuses else self.recompute
+
+    @property
+    def early_stop(self) -> bool:
+        """True if a layer is computed again only up to the last tensor that backward reads, as torch's checkpointing does."""
+        return not self.fusion.fuses and self.engine != "fused"
 
     @property
     def trained_width(self) -> float:
@@ -226,6 +260,20 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     without them only the states are counted, and a recipe's storage applies to every parameter."""
     if shape is None and setup.batch and setup.length and (typical := typical_shape(parameters)) is not None:
         return _as_typical(typical[0], parameters, recipe, setup)
+    if shape is not None and setup.division.divides:
+        stages = setup.division.stages(shape)
+        return max((_memory(stage, recipe, setup) for stage in stages), key=lambda memory: memory.gib)
+    return _count(shape, shape, parameters, recipe, setup)
+
+
+def _memory(stage: Shape, recipe: Any, setup: Setup) -> Memory:
+    """Count the memory of a GPU that has its part of a pipeline's stage."""
+    part = setup.division.narrow(stage)
+    return _count(part, stage, part.parameters, recipe, setup.of_part(part))
+
+
+def _count(shape: Shape | None, stage: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
+    """Count the memory of a GPU that holds weights of this shape; `stage` has their whole width."""
     places = placements(shape, recipe) if shape is not None else ()
     terms, trained = _weights(shape, parameters, recipe, setup, places)
     host: list[Term] = []
@@ -234,7 +282,9 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
         terms, host = _streamed(terms, blocks, setup), _blocks_on_host(blocks, setup)
         trained -= sum(blocks.trained) * setup.training
     if setup.training:
-        terms += _states(trained, setup)
+        states = _states(trained, setup)
+        terms += [term for term in states if not (setup.offload_states and term.name in STATES)]
+        host += [term for term in states if setup.offload_states and term.name in STATES]
         if blocks is not None:
             terms = _block_gradients(terms, blocks, setup)
         if setup.optimizer in OFFLOADING and setup.device != "cpu":
@@ -251,7 +301,9 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     elif setup.batch is None or setup.length is None:
         left_out.append("activations, logits and KV cache: give batch= and length=")
     else:
-        terms, phases, kept = _with_step([*terms, _cache(shape, setup)], shape, trained, recipe, setup, places)
+        assert stage is not None
+        passing = places if stage is shape else placements(stage, recipe)
+        terms, phases, kept = _with_step([*terms, _cache(shape, setup)], stage, trained, recipe, setup, passing)
         if kept:
             host.append(Term("activations", kept, False, "what backward needs, from 1 MiB on"))
     held = sum(t.bytes for t in terms if t.counted)
@@ -401,12 +453,17 @@ def _weights(
     elif largest and not stepping:
         how = "codes of the largest weight and their transpose, made for its product and let go"
         terms.append(Term("quantized copies", 2 * largest * operand_bits(recipe.forward) / 8, False, how))
-    if setup.gpus > 1 and setup.zero >= 2 and setup.training and (found := _gathered(shape, recipe, setup, places)):
+    if setup.replicas > 1 and setup.zero >= 2 and setup.training and (found := _gathered(shape, recipe, setup, places)):
         terms.append(found)
-    if setup.gpus > 1 and setup.zero == 2 and setup.training:
+    if setup.replicas > 1 and setup.zero == 2 and setup.training:
         whole = sum(term.bytes for term in terms if term.name.startswith(("weights", "adapter")))
         terms.append(
-            Term("shards of the weights", whole / setup.gpus, True, "which FSDP2 keeps beside the gathered ones")
+            Term(
+                "shards of the weights",
+                whole / setup.shards_from(2),
+                True,
+                "which FSDP2 keeps beside the gathered ones",
+            )
         )
     if live is not None:
         return terms, live.parameters
@@ -444,11 +501,11 @@ def _history(recipe: Any) -> int:
 def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> Term | None:
     """Return the term of sharded weights and gradients that are whole on every GPU for a moment; None where there are none."""
     width, storage = DTYPE_BYTES[setup.dtype], getattr(recipe, "storage", None)
-    layer = sum(p.weight.n * p.weight.k * p.weight.count for p in places if p.weight.name != "lm_head") / shape.layers
+    layer = shape.projection_parameters / shape.layers
     held, how = 0.0, []
     if setup.zero >= 3:
         each = storage.bits / 8 if storage is not None else width
-        held += 2 * layer * each + (1 if shape.tied else 2) * shape.embedding_parameters * width
+        held += 2 * layer * each + shape.matrices_of_words * shape.embedding_parameters * width
         how.append("two layers' weights and the embeddings, gathered")
     if not frozen(recipe):
         held += layer * width
@@ -456,10 +513,10 @@ def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, 
     return Term("gathered layers", held, False, f"{', and '.join(how)} (ZeRO {setup.zero})") if held else None
 
 
-def _shards(setup: Setup, stage: int) -> tuple[int, str]:
+def _shards(setup: Setup, stage: int) -> tuple[float, str]:
     """Return the number of GPUs that a term is divided over if ZeRO shards it from `stage` on, and a phrase that says so."""
-    shared = setup.gpus > 1 and setup.zero >= stage
-    return (setup.gpus, f" / {setup.gpus} (ZeRO {setup.zero})") if shared else (1, "")
+    shards = setup.shards_from(stage)
+    return shards, f" / {shards:.10g} (ZeRO {setup.zero})" if shards > 1 else ""
 
 
 def _states(trained: float, setup: Setup) -> list[Term]:
@@ -512,13 +569,28 @@ def _with_step(
     terms: list[Term], shape: Shape, trained: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
 ) -> tuple[list[Term], tuple[Phase, ...], float]:
     """Return the terms at the fullest moment of a step, activations and temporaries included, the phases, and the bytes of
-    activations on the host."""
+    activations on the host. shape: of whole width."""
+    division = setup.division
+    if division.tensor > 1:
+        assert setup.batch is not None
+        assert setup.length is not None
+        gathered = 2 * setup.batch * setup.length * shape.width * DTYPE_BYTES[setup.dtype]
+        how = "a layer's input and a gradient, gathered over the GPUs that share it"
+        terms = [*terms, Term("gathered tokens", gathered, False, how)]
+        setup = replace(setup, length=-(-setup.length // division.tensor))
     # gradients of streamed blocks come and go, and are counted as if they were there all along
     there = setup.training and (setup.accumulate > 1 or setup.prefetch > 0)
     passing, on_host = _replayed(shape, recipe, setup, places, there), 0.0
     if setup.offload_activations and setup.training:
-        most = _kept_here(shape, recipe, setup, places)
-        on_host, passing = passing.kept, _replayed(shape, recipe, setup, places, there, most)
+        inputs = shape.layers * _input_bytes(shape, setup)
+        if setup.offload_activations == "inputs":
+            on_host, most = inputs, passing.kept - inputs + ON_THEIR_WAY * inputs / shape.layers
+        else:
+            on_host, most = passing.kept, _kept_here(shape, recipe, setup, places)
+        passing = _replayed(shape, recipe, setup, places, there, most)
+    if more := passing.kept * (division.in_flight(shape, setup.accumulate) - 1):
+        how = "of micro-batches whose backward has not begun (1F1B)"
+        terms = [*terms, Term("activations in flight", more, False, how)]
     gradients = next((t for t in terms if t.name == "gradients"), None)
     fixed = sum(t.bytes for t in terms if t.counted and t is not gradients)
     moments = list(passing.moments)
@@ -559,7 +631,7 @@ def _replayed(
         length=setup.length,
         width=DTYPE_BYTES[setup.dtype],
         gradients_there=gradients_there,
-        weight_share=0.0 if setup.in_backward else 1 / _shards(setup, 2)[0],
+        weight_share=0.0 if setup.in_backward else 1 / setup.shards_from(2) / setup.division.tensor,
         most_kept=most_kept,
         layers=_layers_of(setup),
     )
@@ -568,12 +640,17 @@ def _replayed(
 def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> float:
     """Return the most bytes of activations on the device where they are offloaded: a block's, and those on their way, which are
     inputs of blocks that are computed again, else as much as a block's."""
-    assert setup.batch is not None
-    assert setup.length is not None
     block = _replayed(shape, recipe, replace(setup, recompute="none"), places, False).kept / shape.layers
     if setup.recompute != "full":
         return 2 * block
-    return block + ON_THEIR_WAY * setup.batch * setup.length * shape.width * DTYPE_BYTES[setup.dtype]
+    return block + ON_THEIR_WAY * _input_bytes(shape, setup)
+
+
+def _input_bytes(shape: Shape, setup: Setup) -> float:
+    """Return the bytes of a block's input."""
+    assert setup.batch is not None
+    assert setup.length is not None
+    return float(setup.batch * setup.length * shape.width * DTYPE_BYTES[setup.dtype])
 
 
 def _layers_of(setup: Setup) -> type[Ours]:
@@ -597,17 +674,22 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
     whose = "transformers'" if setup.layers == "transformers" else "surokit's"
     if not setup.training:
         how = f"{tokens:,} tokens in one of {whose} layers at a time; nothing is kept for a backward"
-    elif setup.recompute == "full":
+    elif setup.recompute == "full" and setup.recompute_blocks is None:
         how = f"{tokens:,} tokens: each layer's input, and one layer whole while it is computed again"
     else:
         how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
-        if setup.recompute == "selective":
+        if setup.recompute == "mlp":
+            how += "; each feed-forward is computed again"
+        if setup.recompute_blocks is not None:
+            how += f"; {setup.recompute_blocks} of the blocks are computed again"
+        elif setup.recompute == "selective":
             again = "outputs of norm and SwiGLU are computed again, where they are kept as numbers"
             how += "; " + (
                 again if setup.fusion.fuses else "all but attention and every second product is computed again"
             )
     if setup.offload_activations and setup.training:
-        how += "; on the device those of a block, and what is on its way"
+        here = "those of a block" if setup.offload_activations is True else "all but inputs of blocks"
+        how += f"; on the device {here}, and what is on its way"
     if passing.scores and setup.training:
         how += "; all of attention's scores, for want of a fused kernel"
     if setup.training:
@@ -633,7 +715,7 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
 
 def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
     """Return the bytes that the optimizer's step takes beside weights, gradients and states."""
-    mine = trained / (setup.gpus if setup.zero >= 1 else 1)
+    mine = trained / setup.shards_from(1)
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
     if setup.optimizer == "adamw" and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:

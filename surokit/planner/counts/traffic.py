@@ -1,12 +1,14 @@
 """Count FLOPs, bytes and launches of one optimizer step on one GPU, module by module and pass by pass; rates are not used here.
 
 Products come from flops.py, one to one; layers.py says what quantization adds to them. Between the products stand kernels that
-compute almost nothing and move bytes; these are counted here, in elements of the model's dtype that each reads or writes:
+compute almost nothing and move bytes; these are counted here, in elements of the model's dtype that each reads or writes. The shape
+is one GPU's part where a model is divided (division.py); between tensor-parallel products it has its share of the tokens.
 
     surokit layers          forward          backward                               kernels
     RMSNorm                 x y              dy x dx                                kernels/triton/norm.py
     rotary positions        x y              dy dx                                  kernels/triton/rope.py
     SwiGLU                  gate up y        dy gate up dgate dup                   kernels/triton/swiglu.py
+    routed tokens           x y              dy dx, twice: to the experts, and summed
     residual sum            x y z            the same, where both branches meet
     fused loss              logits twice, dl once; dl is made in forward            kernels/triton/loss.py
     AdamW                   p twice, g once, both moments twice; g once for the norm
@@ -25,7 +27,7 @@ model FLOPs count (FlashAttention, arXiv 2205.14135), so its FLOPs here are 5/4 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,24 +35,26 @@ from surokit.formats import Kind
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import Kernel, Pass, linear_kernels
 from surokit.planner.counts.activations import loss_rows
-from surokit.planner.counts.flops import Compute, Placement, Product, frozen, placements
+from surokit.planner.counts.flops import Compute, Placement, Product, frozen, last_products, placements
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.offload.formulas import OFFLOADING
 
 #: The groups that a step's time is summed by.
-GROUPS = ("products", "attention", "head and loss", "elementwise", "adapter", "quantization", "optimizer")
+GROUPS = ("products", "attention", "head and loss", "elementwise", "routing", "adapter", "quantization", "optimizer")
 # torch's fused optimizer kernels take about so many tensors, and so many elements, a launch (multi_tensor_apply: 36 tensors of
 # four lists, 320 blocks of 65,536 elements).
 _TENSORS_A_LAUNCH, _ELEMENTS_A_LAUNCH = 36, 320 * 65536
+# Operations between the products of a feed-forward.
+_OF_MLP = ("norm of mlp", "swiglu", "activation", "routing")
 _TENSORS_8BIT = 32  # of our own 8-bit kernel (kernels/triton/adamw8bit.py)
 
 
 @dataclass(frozen=True)
 class Load:
     """A Load holds work of one kind in one pass, summed over the step: FLOPs, bytes, launches. `count` matrices or blocks share
-    it. Of a product, `outputs` are the elements of one matrix's result and `inner` is the length that it contracts; of attention,
-    `inner` is the length of the sequence or window."""
+    it. `once` is True where the first micro-batch does it for all. Of a product, `outputs` are the elements of one matrix's result
+    and `inner` is the length that it contracts; of attention, `inner` is the length of the sequence or window."""
 
     module: str
     group: str
@@ -63,6 +67,7 @@ class Load:
     kind: Kind | None = None
     outputs: float = 0.0
     inner: float = 0.0
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def data_moves(layers: str, width: int, *, layer_norm: bool = False) -> dict[str
         "rope": _Elementwise(2 * width, 2 * width, (1, 1)),
         "swiglu": _Elementwise(3 * width, 5 * width, (1, 1)),
         "activation": _Elementwise(2 * width, 3 * width, (1, 1)),
+        "routing": _Elementwise(2 * width, 2 * width, (2, 2)),
     }
     if layers == "surokit":
         return alone
@@ -97,6 +103,7 @@ def data_moves(layers: str, width: int, *, layer_norm: bool = False) -> dict[str
         "rope": _Elementwise(10.25 * width, 14.25 * width, (5, 7)),
         "swiglu": _Elementwise(5 * width, 9 * width, (2, 3)),
         "activation": _Elementwise(2 * width, 3 * width, (1, 1)),
+        "routing": _Elementwise(2 * width, 2 * width, (6, 6)),
     }
 
 
@@ -115,7 +122,7 @@ def loads(
     every = [*step.products(), *step.attention(), *step.between(), *step.embedding(), *step.loss()]
     for load in every:
         if load.bytes or load.flop:
-            n = setup.accumulate
+            n = 1 if load.once else setup.accumulate
             yield replace(load, flop=load.flop * n, bytes=load.bytes * n, launches=load.launches * n)
     if setup.training and trained_parameters:
         yield from _update(shape, setup, trained_parameters, step.tensors)
@@ -129,12 +136,17 @@ class MicroBatch:
         assert setup.length is not None
         self.shape, self.compute, self.recipe, self.setup, self.gpu = shape, compute, recipe, setup, gpu
         self.tokens = setup.batch * setup.length
+        # other engines that are fused by hand (Transformer Engine) keep the codes of a weight until it is updated
+        self.keeps_codes = setup.engine == "fused" and not setup.fusion.fuses
+        self.own_tokens = self.tokens / setup.division.tensor  # between products that GPUs share
         self.width = DTYPE_BYTES[setup.dtype]
         self.base_trains = setup.training and not frozen(recipe)
         self.places = {place.weight.name: place for place in placements(shape, recipe)}
         adapted = any(place.rank for place in self.places.values())
         self.backward = self.base_trains or (setup.training and adapted)
-        self.again = self.backward and setup.repeats != "none"
+        self.blocks_again = 1.0 if setup.recompute_blocks is None else setup.recompute_blocks / shape.layers
+        self.again = self.blocks_again * (self.backward and setup.repeats != "none")
+        self.ends = self._ends()
         # below a frozen first block nothing wants a gradient: its norm and its skip have none
         self.blind = int(self.backward and not self.base_trains)
         # a calibration may have measured a CPU although the setup is for CUDA
@@ -152,6 +164,23 @@ class MicroBatch:
         if self.base_trains:
             matrices += sum(p.weight.count for p in self.places.values()) + 2 * self.shape.layers
         return max(1, matrices)
+
+    def _ends(self) -> Mapping[str, float]:
+        """Return the share of the sums that come after the last tensor that a layer's backward reads."""
+        last = last_products(self.shape, tuple(self.places.values()))
+        sums = sum(place.weight.active for place in self.places.values() if place.rank)
+        ending = [place for name, place in self.places.items() if last & {name, f"{name}.lora_B"}]
+        blocks = sum(len(place.weight.layers) for place in ending)
+        adapters = sum(place.weight.active for place in ending if place.rank)
+        return {"residual": blocks / (2 * self.shape.layers), "adapter's sums": adapters / max(sums, 1)}
+
+    def repeated(self, module: str) -> float:
+        """Return the share of an operation between products that backward computes again."""
+        if self.setup.repeats == "mlp":
+            return self.again * (module in _OF_MLP)
+        if self.setup.early_stop and self.setup.repeats == "full":
+            return self.again * (1 - self.ends.get(module, 0.0))
+        return self.again
 
     # -- products
 
@@ -176,16 +205,19 @@ class MicroBatch:
         pieces = self.chunks if head else 1
         rows = self.tokens * active / touched / pieces
         kernels = self._kernels(p, quantized, rows)
+        # a grouped product serves a block's experts with one launch
+        owner = self.places.get(name)
+        grouped = owner is not None and owner.weight.kind == "expert"
+        together = max(1.0, touched / len(owner.weight.layers)) if owner is not None and grouped else 1.0
+        launched = len(owner.weight.layers) if owner is not None and grouped else p.count
         sizes = {"forward": (rows * p.n, p.k), "grad_input": (rows * p.k, p.n), "grad_weight": (float(p.n * p.k), rows)}
         chunked = head and self.backward and place is not None and (place.quantized > 0 or place.rank > 0)
         repeated = 1.0 if chunked else p.recompute / p.forward
-        # a grouped product serves a block's experts with one launch
-        owner = self.places.get(name)
-        launched = p.count if active == p.count or owner is None else len(owner.weight.layers)
         for kernel in kernels:
             share = self._share(kernel, p)
             if not share:
                 continue
+            outputs, inner = sizes.get(kernel.part, (0.0, 0.0))
             load = Load(
                 p.module,
                 "quantization" if kernel.part in ("quantize", "turn", "decode") else group,
@@ -196,7 +228,9 @@ class MicroBatch:
                 kernel.bytes * touched * pieces * share,
                 kernel.launches * launched * pieces * share,
                 kernel.kind,
-                *sizes.get(kernel.part, (0.0, 0.0)),
+                outputs * together,
+                inner,
+                once=kernel.role == "w" and self.keeps_codes,
             )
             yield load
             if kernel.step == "forward" and repeated:
@@ -239,13 +273,13 @@ class MicroBatch:
         flop = sum(p.forward for p in parts) * t
         keys = sum(p.n * p.forward for p in parts) * t / flop
 
-        def load(step: Pass, flop: float, moved: float, launches: int) -> Load:
+        def load(step: Pass, flop: float, moved: float, launches: float) -> Load:
             launched = launches * s.layers
             return Load("attention", "attention", step, "fused", s.layers, flop, moved, launched, inner=keys)
 
         yield load("forward", flop, forward, 1)
         if again := sum(p.recompute for p in parts):
-            yield load("recompute", again * t, forward, 1)
+            yield load("recompute", again * t, forward * self.blocks_again, self.blocks_again)
         if self.backward:
             # the sum of dy y, the gradients, and the query's gradient to the model's dtype
             yield load("backward", sum(p.backward for p in parts) * t * 5 / 4, backward, 3)
@@ -254,8 +288,10 @@ class MicroBatch:
 
     def between(self) -> Iterator[Load]:
         s = self.shape
-        yield from self._moved("norm", "norm", s.norms * s.layers, s.norms * s.layers * s.width, blind=self.blind)
-        yield from self._moved("norm", "last norm", 1, s.width, layered=False)
+        own = self.own_tokens / self.tokens
+        yield from self._moved("norm", "norm", s.norms * s.layers, s.norms * s.layers * s.width * own, blind=self.blind)
+        if s.has_head:
+            yield from self._moved("norm", "last norm", 1, s.width * own, layered=False)
         if s.qk_norm:
             yield from self._moved("norm", "q and k norm", 2 * s.layers, s.layers * (s.query_width + s.kv_width))
         if not s.positions:
@@ -264,20 +300,32 @@ class MicroBatch:
         inner = sum(s.ffn_of(layer) for layer in range(s.layers))
         name = "swiglu" if s.gated else "activation"
         yield from self._moved(name, name, s.layers, inner)
+        if (e := s.experts) is not None:
+            # tokens are gathered for their experts, and the outputs summed: each a read and a write of a row for each expert
+            both = 2 * len(e.layers)
+            yield from self._moved("routing", "routing", both, both * e.chosen * s.width, group="routing")
         yield from self._sums()
 
     def _moved(
-        self, kind: str, module: str, count: int, width: float, *, layered: bool = True, blind: int = 0
+        self,
+        kind: str,
+        module: str,
+        count: int,
+        width: float,
+        *,
+        layered: bool = True,
+        blind: int = 0,
+        group: str = "elementwise",
     ) -> Iterator[Load]:
         """Yield the loads of an operation that only moves data, over `width` elements a token of all its `count` instances."""
         move, elements = self.moves[kind], self.tokens * width
 
-        def load(step: Pass, each: float, launches: int) -> Load:
-            return Load(module, "elementwise", step, "move", count, 0.0, elements * each, count * launches)
+        def load(step: Pass, each: float, launches: float) -> Load:
+            return Load(module, group, step, "move", count, 0.0, elements * each, count * launches)
 
         yield load("forward", move.forward, move.launches[0])
-        if self.again and layered:
-            yield load("recompute", move.forward, move.launches[0])
+        if layered and (again := self.repeated(module)):
+            yield load("recompute", move.forward * again, move.launches[0] * again)
         if self.backward:
             trained = move.trained if self.base_trains and move.trained is not None else move.backward
             share = (count - blind) / count
@@ -287,9 +335,9 @@ class MicroBatch:
         """Yield the loads of residual sums, of sums of gradients of one tensor, and of an adapter's sums: each reads two tensors,
         and writes one."""
         s = self.shape
-        sums = 2 * s.layers
-        yield from self._sum("residual", "elementwise", "forward", sums, sums * s.width)
-        yield from self._sum("residual", "elementwise", "backward", sums - self.blind, (sums - self.blind) * s.width)
+        sums, width = 2 * s.layers, s.width * self.own_tokens / self.tokens
+        yield from self._sum("residual", "elementwise", "forward", sums, sums * width)
+        yield from self._sum("residual", "elementwise", "backward", sums - self.blind, (sums - self.blind) * width)
         readers: dict[str, list[Placement]] = {}
         for place in self.places.values():
             if place.weight.kind != "head":
@@ -318,13 +366,15 @@ class MicroBatch:
             return
         load = Load(module, group, step, "sum", count, 0.0, moves * self.width * self.tokens * width, count)
         yield load
-        if step == "forward" and self.again:
-            yield replace(load, step="recompute")
+        if step == "forward" and (again := self.repeated(module)):
+            yield replace(load, step="recompute", bytes=load.bytes * again, launches=load.launches * again)
 
     # -- embedding and loss
 
     def embedding(self) -> Iterator[Load]:
-        s, e, t = self.shape, self.width, self.tokens
+        s, e, t = self.shape, self.width, self.own_tokens
+        if not s.has_embedding:
+            return
         yield Load("embedding", "elementwise", "forward", "lookup", 1, 0.0, 2 * e * s.width * t, 1)
         if self.base_trains:
             # zeros for the whole gradient, then each token's row is read, added and written
@@ -335,7 +385,7 @@ class MicroBatch:
     def loss(self) -> Iterator[Load]:
         """Yield the loads of the cross-entropy on the logits; the head's products are among the products."""
         s, e, t = self.shape, self.width, self.tokens
-        if not self.backward:
+        if not self.backward or not s.has_head:
             return
 
         def load(step: Pass, part: str, moved: float, launches: int) -> Load:
@@ -363,7 +413,7 @@ def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterato
     if setup.accumulate > 1:
         more = setup.accumulate - 1
         yield Load("gradients", "optimizer", "backward", "sum", 1, 0.0, more * 3 * e * trained, more * tensors)
-    mine = trained / (setup.gpus if setup.zero else 1)
+    mine = trained / setup.shards_from(1)
     if not setup.in_backward:  # where there is never a whole gradient to take the norm of
         yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
     p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from surokit.fusion import OFF, Fusion, Recompute
+from surokit.fusion import OFF, Fusion
+from surokit.planner.counts.flops import Recompute
 from surokit.quantizer import Block, PerRow
 
 _WORDS = {"none": OFF, "fused": Fusion()}

@@ -13,10 +13,19 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from surokit import arguments
-from surokit.fusion import Fusion, Recompute
+from surokit.fusion import Fusion
 from surokit.hardware.gpus import Gpu, find_gpu
-from surokit.planner.counts.flops import Attention, frozen, on_gpu, trained_parameters
-from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, AttentionKernel, Engine, Layers, Setup
+from surokit.planner.counts.division import Division
+from surokit.planner.counts.flops import Attention, Recompute, frozen, on_gpu, trained_parameters
+from surokit.planner.counts.memory import (
+    DTYPE_BYTES,
+    SLACK,
+    AttentionKernel,
+    Engine,
+    Layers,
+    OffloadedActivations,
+    Setup,
+)
 from surokit.planner.inputs.fusion import Transposed, read_fusion
 from surokit.planner.inputs.shape import Shape, built_here
 from surokit.planner.inputs.subject import Subject
@@ -27,15 +36,16 @@ Logits = Literal["fused", "whole"]
 _OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", *OFFLOADING, "none")} | {"sgd": "none"}
 _WORDS: dict[str, tuple[Any, ...]] = {
     "attention": ("causal", "full"),
-    "recompute": (None, "none", "selective", "full"),
+    "recompute": (None, *get_args(Recompute)),
     "logits": (None, "fused", "whole"),
     "layers": (None, "surokit", "transformers"),
     "transposed": (None, "cached", "on the fly"),
     "zero": (0, 1, 2, 3),
+    "offload_activations": (None, "inputs"),
     "engine": (None, *get_args(Engine)),
     "attention_kernel": (None, *get_args(AttentionKernel)),
 }
-_FLAGS = ("graphs", "master", "training", "offload_activations", "optimizer_in_backward")
+_FLAGS = ("graphs", "master", "training", "offload_states", "optimizer_in_backward")
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,16 @@ class Question:
     graphs: bool | None = None
     transposed: Transposed | None = None
     offload_weights: bool | int | None = None
-    offload_activations: bool | None = None
+    offload_activations: OffloadedActivations | None = None
     engine: Engine | None = None
     attention_kernel: AttentionKernel | None = None
     optimizer_in_backward: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    virtual_stages: int = 1
+    recompute_blocks: int | None = None
+    offload_states: bool = False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -163,8 +179,11 @@ def read_question(question: Question) -> Asked:
 def _check_words(q: Question) -> None:
     for name, known in _WORDS.items():
         value = getattr(q, name)
+        if name == "offload_activations" and isinstance(value, bool):
+            continue
         if value not in known or isinstance(value, bool):
             choices = ", ".join(repr(c) for c in known if c is not None)
+            choices = f"True, False or {choices}" if name == "offload_activations" else choices
             raise ValueError(f"{name}={value!r} is unknown: use {choices}.")
     for name in _FLAGS:
         value = getattr(q, name)
@@ -228,6 +247,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
     if q.graphs and device == "cpu":
         raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
     gpus = arguments.integer("gpus", q.gpus, most=1e7)
+    division = _read_division(q, shape, gpus, fusion)
     prefetch = _read_prefetch(q.offload_weights, shape, device, q.training and not frozen(q.recipe), optimizer)
     if prefetch and gpus > 1 and q.zero > 1:
         raise ValueError(
@@ -235,12 +255,17 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         )
     if q.offload_activations and device == "cpu":
         raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
+    if q.offload_states and (optimizer in (*OFFLOADING, "none") or prefetch or device == "cpu" or not q.training):
+        why = "a plan without training has none" if not q.training else "there is none" if device == "cpu" else ""
+        why = why or ("they are there already" if prefetch or optimizer in OFFLOADING else "SGD has none")
+        raise ValueError(f"offload_states keeps the optimizer's states on a GPU's host, and {why}: leave it out.")
     if q.optimizer_in_backward and ((q.accumulate or 1) > 1 or optimizer in OFFLOADING or prefetch):
         what = "accumulate= sums gradients" if optimizer not in OFFLOADING else f"{optimizer} takes all of them"
         what = "offload_weights updates on the host" if prefetch else what
         raise ValueError(f"optimizer_in_backward uses each gradient as it arrives, and {what}: leave one of them out.")
     # the parameters that train are those of the model as it is: with another recipe or dtype they are not known
     as_it_is = q.training and subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)
+    as_it_is = as_it_is and not division.divides
     trained = subject.own.trained if as_it_is else None
     state_dtype = q.state_dtype or _option(q.optimizer, "state_dtype") or (trained and trained.dtype) or dtype
     deferral = read_deferral(q.optimizer)
@@ -258,6 +283,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         batch=None if q.batch is None else arguments.integer("batch", q.batch),
         length=None if q.length is None else arguments.integer("length", q.length),
         recompute="full" if prefetch and q.training else recompute,
+        recompute_blocks=_read_blocks(q, shape, prefetch, recompute),
         logits=q.logits
         or ("whole" if q.layers == "transformers" and not (fusion.fuses or subject.own_loss) else "fused"),
         training=q.training,
@@ -271,13 +297,63 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         overlap=deferral.get("overlap_step", True),
         slots=deferral.get("slots", SLOTS),
         prefetch=prefetch,
-        offload_activations=bool(q.offload_activations),
+        offload_activations=q.offload_activations or False,
+        offload_states=q.offload_states,
         trained=trained,
         engine=engine,
         in_backward=q.optimizer_in_backward and q.training,
         attention_kernel=q.attention_kernel or kernel,
+        division=division,
     )
+    if division.divides and setup.offloads:
+        raise ValueError(
+            f"{setup.offloads} on the host are planned of whole models: plan a model that is not {division.words}."
+        )
     return replace(setup, graphs=False) if setup.offloads else setup
+
+
+def _read_blocks(q: Question, shape: Shape | None, prefetch: int, recompute: Recompute) -> int | None:
+    """Return how many blocks are computed again; None for all."""
+    if q.recompute_blocks is None:
+        return None
+    blocks = arguments.integer("recompute_blocks", q.recompute_blocks)
+    if shape is None or recompute == "none" or prefetch or blocks > shape.layers:
+        why = f"the model has {shape.layers} blocks" if shape is not None else "a number of parameters has no blocks"
+        why = "recompute= is not given" if recompute == "none" else why
+        why = "offload_weights computes all of them again" if prefetch else why
+        raise ValueError(f"recompute_blocks={blocks} says how many blocks are computed again, and {why}: leave it out.")
+    return None if blocks == shape.layers else blocks
+
+
+def _read_division(q: Question, shape: Shape | None, gpus: int, fusion: Fusion) -> Division:
+    """Return over how many GPUs tensors, layers and experts are divided."""
+    names = ("tensor", "pipeline", "expert")
+    t, p, e = (arguments.integer(f"{name}_parallel", getattr(q, f"{name}_parallel")) for name in names)
+    division = Division(t, p, e, arguments.integer("virtual_stages", q.virtual_stages))
+    if not division.divides:
+        return division
+    experts = shape.experts.count if shape is not None and shape.experts is not None else 0
+    heads, layers = (shape.heads, shape.layers) if shape is not None else (0, 0)
+    wrong = [
+        (shape is None, "a number of parameters has no layers to divide", "plan with a config or a model"),
+        (not q.training, "a plan without training is of one GPU", "leave it out"),
+        (fusion.fuses, "surokit's fused layers are not divided", "leave fusion= out"),
+        (gpus % (t * p) != 0, f"{gpus:,} GPUs are no multiple of {t * p}", "give gpus= that many, or a multiple"),
+        (bool(heads % t), f"{heads} heads are not divided by {t}", "give a divisor of the heads"),
+        (p * division.virtual > layers, f"there are {layers} layers", "give at most as many"),
+        (p == 1 < division.virtual, "virtual stages are parts of a pipeline's", "give pipeline_parallel="),
+        (e > 1 and not experts, "the model has no experts", "leave it out"),
+        (bool(experts % e), f"{experts} experts are not divided by {e}", "give a divisor of the experts"),
+        (
+            (gpus // (t * p)) % e != 0,
+            f"{gpus // (t * p):,} data-parallel GPUs are no multiple of {e}",
+            "give another gpus=",
+        ),
+    ]
+    for is_wrong, why, remedy in wrong:
+        if is_wrong:
+            raise ValueError(f"A model that is {division.words} cannot be planned, since {why}: {remedy}.")
+    return division
 
 
 def _read_engine(q: Question, fusion: Fusion) -> Engine:

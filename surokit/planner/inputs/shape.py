@@ -64,7 +64,7 @@ class Experts:
     `chosen` of them.
 
     `shared_ffn` is the inner width of the shared experts that every token passes too (0 without), `shared_gate` says whether a gate
-    weighs them.
+    weighs them. `here` is how many of a block's experts one GPU has, all of them without it.
     """
 
     count: int
@@ -76,6 +76,11 @@ class Experts:
     bias: bool = False
     router: str = "gate"
     shared: str = "shared_experts"
+    here: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.here:
+            object.__setattr__(self, "here", self.count)
 
     @property
     def idle(self) -> int:
@@ -105,7 +110,8 @@ class Shape:
     `width` is the hidden size, `ffn` the inner size of a dense feed-forward, `kv_heads` the key and value heads of grouped-query
     attention, `head_dim` the width of a head's query and key. `sliding_window` holds in the blocks `window_layers` (None: in
     all). `norms` is the number of a block's norms over `width`. `layout` says which matrices are one: "split" none, "fused" q, k,
-    v and gate, up (Phi-3), "gpt2" q, k, v. `positions` is the number of learned positions.
+    v and gate, up (Phi-3), "gpt2" q, k, v. `positions` is the number of learned positions. A stage of a
+    pipeline may have no embedding, or no head.
     """
 
     layers: int
@@ -131,6 +137,8 @@ class Shape:
     positions: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
+    has_embedding: bool = True
+    has_head: bool = True
 
     @property
     def words(self) -> str:
@@ -247,7 +255,7 @@ class Shape:
             writes=("stream",),
             kind="other",
         )
-        yield from self._mlp("mlp.experts", e.ffn, e.layers, kind="expert", count=e.count, active=e.chosen)
+        yield from self._mlp("mlp.experts", e.ffn, e.layers, kind="expert", count=e.here, active=e.chosen)
         if e.shared_ffn:
             yield from self._mlp(f"mlp.{e.shared}", e.shared_ffn, e.layers)
         if e.shared_gate:
@@ -302,6 +310,11 @@ class Shape:
         return sum(w.parameters for w in self.projections)
 
     @property
+    def matrices_of_words(self) -> int:
+        """Return the number of matrices of vocabulary x width: embedding and head, one where they are tied."""
+        return self.has_embedding + self.has_head - (self.tied and self.has_embedding and self.has_head)
+
+    @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.width
 
@@ -331,7 +344,7 @@ class Shape:
         found += self.width if self.o_bias else 0
         if (e := self.experts) is None or layer not in e.layers:
             return found + ((2 if self.gated else 1) * self.ffn + self.width if self.mlp_bias else 0)
-        found += e.count * (self._expert_bias + 1) if e.bias else 0
+        found += e.here * self._expert_bias + e.count if e.bias else 0
         return found + (2 * e.shared_ffn + self.width if self.mlp_bias and e.shared_ffn else 0)
 
     @property
@@ -342,8 +355,8 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Return the number of all parameters, a tied matrix counted once."""
-        heads = 1 if self.tied else 2
-        embeddings = heads * self.embedding_parameters + self.positions * self.width
+        embeddings = self.matrices_of_words * self.embedding_parameters
+        embeddings += self.positions * self.width * self.has_embedding
         return self.projection_parameters + embeddings + self.small_parameters
 
     @property

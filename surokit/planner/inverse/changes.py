@@ -52,12 +52,12 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
         yield Change({"logits": "fused"}, f"nothing: the loss takes the logits a part at a time{whose}")
     if s.batch is not None and s.batch > 1 and not s.in_backward:  # which sums no gradients
         yield smaller_batch(plan, space)
-    if s.training and s.gpus > 1:
+    if s.training and s.replicas > 1:
         for stage in range(s.zero + 1, 3):
             yield Change({"zero": stage}, "no more traffic between GPUs (arXiv 1910.02054)")
     if s.training and s.optimizer == "adamw":
         yield Change({"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)")
-    if s.training and s.gpus > 1 and s.zero < 3:
+    if s.training and s.replicas > 1 and s.zero < 3:
         traffic = "half as much traffic between GPUs again (arXiv 1910.02054)"
         if frozen(plan.recipe):
             traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
@@ -84,16 +84,17 @@ def _more_flops(plan: Plan, recompute: str) -> str:
 def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
     """Yield the changes that keep something on the GPU's host: the optimizer's states, activations, weights."""
     s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
-    if s.device == "cpu":
+    if s.device == "cpu" or s.division.divides:
         return
     if s.training and not plan.memory.left_out and not s.offload_activations:
         yield Change({"offload_activations": True}, "time, where the link is slower than computing")
-    if trains and not s.prefetch and not s.in_backward and s.optimizer in ("adamw", "adamw8bit"):
+    elsewhere = s.prefetch or s.in_backward or s.offload_states
+    if trains and not elsewhere and s.optimizer in ("adamw", "adamw8bit"):
         yield Change({"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)")
         deferred = Change({"optimizer": "zenflow"}, "loss: deferred columns learn differently")
         if deferred.of(plan).memory.gib < plan.memory.gib:
             yield deferred
-    if s.training and plan.shape is not None and not s.prefetch and not s.in_backward and s.gpus == 1:
+    if s.training and plan.shape is not None and not elsewhere and s.gpus == 1:
         changes: dict[str, Any] = {"offload_weights": True}
         costs = "time: the link, and blocks computed again (plan.streamed)"
         if trains:  # they are updated where they are
@@ -167,6 +168,7 @@ def saving_time(plan: Plan) -> Iterator[Change]:
         return
     on_gpu, asked = setup.device == "cuda", plan.asked.question
     fusable = plan.shape is not None and built_here(plan.shape) and asked.engine in (None, "fused")
+    fusable = fusable and not setup.division.divides
     if on_gpu and fusable and not setup.fusion.fuses:
         yield Change({"fusion": "fused"})
     if on_gpu and not setup.graphs:

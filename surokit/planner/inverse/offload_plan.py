@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from surokit.planner.counts.flops import frozen
-from surokit.planner.counts.memory import Memory, Setup, blocks_of, count_memory
+from surokit.planner.counts.memory import STATES, Memory, blocks_of, count_memory
 from surokit.planner.inputs.question import Asked
 from surokit.planner.inverse.budgets import known_memory_budget
 from surokit.planner.inverse.remedies import Fitting, fitting
@@ -44,11 +44,13 @@ _CLASSES = {"adamw": "surokit.AdamW", "adamw8bit": "surokit.AdamW8bit", "none": 
 def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
     """Predict a step with the optimizer's states on the host; see `Plan.offload`."""
     host, known = _host(plan, host, "offload")
+    if plan.setup.offload_states:
+        plan = plan.but(offload_states=None)  # another way to keep them there
     if plan.setup.prefetch and not frozen(plan.recipe):
         raise ValueError(
             "The optimizer's states of streamed weights are on the host already: plan.streamed() predicts that step."
         )
-    trained = plan.trained_parameters / _shards(plan.setup)
+    trained = plan.trained_parameters / plan.setup.shards_from(1)
     if not trained:
         raise ValueError(
             "Nothing is known to train in this plan, so no optimizer has states: plan a model that trains, with its config."
@@ -63,7 +65,7 @@ def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
     }
     memory = {way: _memory(plan, optimizer=_OPTIMIZERS.get(way, without), **deferred) for way in WAYS}
     options.setdefault("room", _room(plan, {way: m.gib for way, m in memory.items()}, memory["none"], host))
-    states = sum(t.bytes for t in memory["none"].terms if t.name in ("optimizer", "master weights")) / GIB
+    states = sum(t.bytes for t in memory["none"].terms if t.name in STATES) / GIB
     found = predict_offload(
         _computing_ms(plan), trained, host, states_gib=states, without=_CLASSES.get(without, without), **options
     )
@@ -122,11 +124,13 @@ def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host, fo
         )
         beside = max(found.bytes_up, found.bytes_down) / (host.link_gb_s * 1e6) + copied_ms
         step_ms = max(step_ms, beside) + found.exposed_ms + found.adam_ms
-    trained = asked.trained_parameters / _shards(setup)
+    trained = asked.trained_parameters / setup.shards_from(1)
     cold = trained * (1 - asked.deferral.get("topk_ratio", 0.0))
     if setup.optimizer in OFFLOADING and cold >= _NOTHING:
         o = predict_offload(step_ms, trained, host, gradient_bytes=round(width), **asked.deferral)
         step_ms = o.zenflow_ms if setup.optimizer == "zenflow" else o.synchronous_ms
+    if setup.offload_states:  # they come up and go down while the GPU updates
+        step_ms += sum(t.bytes for t in memory.host if t.name in STATES) / (host.link_gb_s * 1e6)
     return step_ms
 
 
@@ -199,10 +203,6 @@ def _rates(plan: Plan, host_known: bool) -> tuple[str, str]:
 def _again(plan: Plan) -> float:
     """Return the FLOPs that are recomputed, as a share of the model FLOPs."""
     return plan.compute.recompute / plan.compute.model if plan.compute else 0.0
-
-
-def _shards(setup: Setup) -> int:
-    return setup.gpus if setup.zero else 1
 
 
 def _memory(plan: Plan, **changes: Any) -> Memory:

@@ -95,7 +95,8 @@ def gpus_for(
 
     Raises ValueError where no number of GPUs suffices, with what would help.
     """
-    unit = arguments.integer("multiple", multiple)
+    divided = plan.setup.division
+    unit = math.lcm(arguments.integer("multiple", multiple), divided.tensor * divided.pipeline * divided.expert)
     share = _share(efficiency)
     if days is None and gib is None:
         raise ValueError(

@@ -6,7 +6,8 @@ that published runs of the same kind of GPU and engine reached, and adds what st
     device  products x p + attention x a + bytes x m + gap x kernels, each factor fitted
     p       grows with t / number of waves of tiles of a product (at most t), and with s / length that it contracts
     a       grows with b / length of a sequence
-    step    (device^4 + host^4)^(1/4) + c x communication + k        host: a time a launch; the longer of the two decides
+    step    (device^4 + host^4)^(1/4) + c x communication + k            host: a time a launch; the longer of the two decides
+    c       by kind: what overlaps with nothing, what can, and what GPUs that share a model send between layers
 
 Factors are of a kind of GPU (products), of an architecture and a kernel (attention), and of an engine: "eager" PyTorch, "compiled"
 by torch.compile, or "fused" by hand. `python -m surokit.bench published` fits them to the runs of compare/runs.csv and writes
@@ -33,7 +34,10 @@ from surokit.planner.times.roofline import Estimate
 ANY = "any"  # in reached.csv: of what no published run has
 #: (ms that a step computes, the host) -> ms of the step with what is kept on the host
 WithHost = Callable[[float, Host], float]
+EXPERTS = "experts"  # in reached.csv: of models that have some
 _OTHER = "other"  # architecture of GPUs without a compute capability
+#: Groups whose launches take the host longer: their modules do more in Python, and experts wait for the number of their tokens.
+_BY_HOST = {"adapter": "adapter_launches", "routing": "routing_launches"}
 _PRODUCTS = ("forward", "grad_input", "grad_weight")
 _TILE = 128 * 256  # outputs that one multiprocessor computes at a time, in the kernels of large products
 _SMS = 132  # of a GPU whose number is not known
@@ -48,7 +52,10 @@ class Terms:
     products        of linear layers and the head; `unhidden`: bytes of these beyond their FLOPs; `tails` over the number of waves
                     of tiles, at most one; `short_inner` over the contracted length, in steps of 128
     attention       FLOPs at the rate of plain products; `short_keys` over the length of sequence or window, in steps of 1,024
-    launches        number of kernels; by the host, none in CUDA graphs: `launched`, and `adapter_launches`, those of adapters
+    waited, hidden  communication of gradients and weights that overlaps with nothing, and that can overlap
+    exchange        what GPUs that share a model send each other between layers
+    launches        number of kernels; by the host, none in CUDA graphs: `launched`, and apart from these `adapter_launches`, those
+                    of adapters, and `routing_launches`, those that bring tokens to experts and back
     """
 
     products: float = 0.0
@@ -64,7 +71,10 @@ class Terms:
     launches: float = 0.0
     launched: float = 0.0
     adapter_launches: float = 0.0
-    communication: float = 0.0
+    routing_launches: float = 0.0
+    waited: float = 0.0
+    hidden: float = 0.0
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,8 @@ class Factors:
     """A Factors holds what the terms of a step are multiplied by on one kind of GPU with one engine.
 
     gap_us, host_us     microseconds a kernel: between two on the device, and on the host for its launch; `adapter_us` of adapters,
-                        whose modules do more in Python
-    link                share of the communication that the step waits for
+                        whose modules do more in Python, `routing_us` where experts wait for the number of their tokens
+    waited, hidden, exchange    times these kinds of communication that the step waits for
     constant_ms         of a step, whatever it does
     host_link           share of the datasheet's link to the host that copies reach
     host_adam           parameters a second that AdamW updates on the CPUs of a node
@@ -91,7 +101,10 @@ class Factors:
     gap_us: Any
     host_us: Any
     adapter_us: Any
-    link: Any
+    routing_us: Any
+    waited: Any
+    hidden: Any
+    exchange: Any
     constant_ms: Any
     host_link: Any
     host_adam: Any
@@ -129,11 +142,13 @@ class Likely:
         return self.low_ms / self.step_ms, self.high_ms / self.step_ms
 
 
-def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None) -> Likely:
+def likely_step(
+    estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None, *, experts: bool = False
+) -> Likely:
     """Return the likely time of a step that was estimated at a datasheet's rates.
 
     with_host: takes the ms that a step computes and the host beside its GPU, and returns the ms with what is kept there; without
-    it the step is what is computed. Raises ValueError where rates were measured, which predict by themselves, and where the link to
+    it the step is what is computed. experts: tokens are routed to some. Raises ValueError where rates were measured, which predict by themselves, and where the link to
     the host is not known.
     """
     if gpu.ceilings is not None:
@@ -143,7 +158,7 @@ def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost 
     ms = float(step_ms(terms_of(estimate, gpu), factors))
     if with_host is not None:
         ms = with_host(ms, published_host(gpu, setup.gpus))
-    seen, low, high = interval(gpu, engine, reached)
+    seen, low, high = interval(gpu, engine, reached, experts=experts)
     runs = "runs" if seen != 1 else "run"
     how = (
         f"fitted to {seen} published {runs} of {gpu.name}, {engine}"
@@ -173,10 +188,11 @@ def likely_host(gpu: Gpu, gpus: int, link: float, adam: float) -> Host:
 def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
     """Sum the rows of an estimate by what they are multiplied by."""
     found = dict.fromkeys((f.name for f in fields(Terms)), 0.0)
-    for row in estimate.rows:
+    for done in estimate.rows:
+        row = done if done.step == "optimizer" else done.times(estimate.fill)
         found["launches"] += row.launches
         if not estimate.rates.graphs:
-            found["adapter_launches" if row.group == "adapter" else "launched"] += row.launches
+            found[_BY_HOST.get(row.group, "launched")] += row.launches
         if row.group in ("products", "head and loss") and row.part in _PRODUCTS:
             found["products"] += row.compute_ms
             found["tails"] += row.compute_ms * min(1.0, (gpu.sms or _SMS) * _TILE / (row.outputs or 1.0))
@@ -190,7 +206,9 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
             found[row.group] += row.device_ms
         else:
             found["elementwise"] += row.device_ms
-    found["communication"] = estimate.communication.ms or 0.0
+    sent = estimate.communication
+    found |= {"waited": sent.waited_ms, "exchange": sent.between_layers_ms}
+    found["hidden"] = (sent.ms or 0.0) - sent.waited_ms - sent.between_layers_ms
     return Terms(**found)
 
 
@@ -205,8 +223,14 @@ def step_ms(t: Terms, f: Factors) -> Any:
         + t.optimizer * f.optimizer
         + t.launches * f.gap_us / 1e3
     )
-    host = (t.launched * f.host_us + t.adapter_launches * f.adapter_us) / 1e3
-    return (device**4 + host**4) ** 0.25 + t.communication * f.link + f.constant_ms
+    host = (t.launched * f.host_us + t.adapter_launches * f.adapter_us + t.routing_launches * f.routing_us) / 1e3
+    return (
+        (device**4 + host**4) ** 0.25
+        + t.waited * f.waited
+        + t.hidden * f.hidden
+        + t.exchange * f.exchange
+        + f.constant_ms
+    )
 
 
 # -- what was reached
@@ -247,7 +271,10 @@ def gather(of: Callable[[str, str], Any]) -> Factors:
         gap_us=of("gap_us", ANY),
         host_us=of("host_us", "engine"),
         adapter_us=of("adapter_us", "engine"),
-        link=of("link", ANY),
+        routing_us=of("routing_us", ANY),
+        waited=of("waited", ANY),
+        hidden=of("hidden", ANY),
+        exchange=of("exchange", ANY),
         constant_ms=of("constant_ms", ANY),
         host_link=of("host_link", ANY),
         host_adam=of("host_adam", ANY),
@@ -261,10 +288,13 @@ def architecture(gpu: Gpu) -> str:
     return "sm89" if gpu.capability == (8, 9) else f"sm{gpu.capability[0]}0"
 
 
-def interval(gpu: Gpu, engine: Engine, reached: Reached) -> tuple[int, float, float]:
-    """Return (number of published runs of this GPU and engine, low, high): the last two times a likely time are its p10 and p90."""
-    seen = int(reached.get(("runs", f"{gpu.name} {engine}"), 0))
-    return seen, reached["low", ANY], reached["high", ANY]
+def interval(gpu: Gpu, engine: Engine, reached: Reached, *, experts: bool) -> tuple[int, float, float]:
+    """Return (number of published runs of this GPU and engine, low, high): the last two times a likely time are its p10 and p90.
+
+    Runs with experts differ by more than others, from one version of a program to the next by twice.
+    """
+    seen, of = int(reached.get(("runs", f"{gpu.name} {engine}"), 0)), EXPERTS if experts else ANY
+    return seen, reached["low", of], reached["high", of]
 
 
 @cache

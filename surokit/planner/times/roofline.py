@@ -5,7 +5,9 @@ these are rates that the machine reached, and the estimate is a prediction. Else
 reach, and the estimate is optimistic; it says so.
 
     row     max(FLOPs / rate, bytes / bandwidth, launches x launch time)       which of the three is the row's bound
-    step    max(sum of max(FLOPs, bytes) + gaps, sum of launches) + exposed communication
+    step    (max(sum of max(FLOPs, bytes) + gaps, sum of launches)) x fill + exposed communication
+
+fill is 1 but for a pipeline, which fills and empties (division.py).
 
 The host launches ahead of the device, so a row whose launches take longer than its kernels delays a step only where that holds for
 the step as a whole: rows are what each part takes alone, and may sum to more than the step. A CPU launches and computes itself, so
@@ -30,7 +32,8 @@ from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import Pass
 from surokit.hardware.rates import GAP_US, Rates, rates_of
 from surokit.planner.counts.communication import GPUS_A_NODE, Communication, communicate
-from surokit.planner.counts.flops import Compute, on_gpu, placements
+from surokit.planner.counts.flops import Compute, count_flops, frozen, on_gpu, placements
+from surokit.planner.counts.flops import trained_parameters as count_trained
 from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
 from surokit.planner.counts.traffic import GROUPS, Load, MicroBatch, loads
@@ -73,6 +76,14 @@ class KernelRow:
     def ms(self) -> float:
         return max(self.device_ms, self.launch_ms or 0.0)
 
+    def times(self, n: float) -> KernelRow:
+        """Return a row of n times as much work."""
+        if n == 1:
+            return self
+        sums = ("flop", "bytes", "launches", "compute_ms", "memory_ms")
+        more = {name: n * getattr(self, name) for name in sums}
+        return replace(self, **more, launch_ms=None if self.launch_ms is None else n * self.launch_ms)
+
     @property
     def bound(self) -> Bound:
         if (self.launch_ms or 0.0) > self.device_ms:
@@ -86,6 +97,7 @@ class Estimate:
 
     kind    "prediction" at rates that a calibration reached; "optimistic" at a datasheet's, and where a processor quantizes
     tokens  of an optimizer step, over all GPUs
+    fill    how many times as long as its micro-batches a step takes in a pipeline
     """
 
     rows: tuple[KernelRow, ...]
@@ -96,6 +108,7 @@ class Estimate:
     floor_ms: float
     peak_tflops: float | None
     notes: tuple[str, ...] = ()
+    fill: float = 1.0
 
     @property
     def kind(self) -> Literal["prediction", "optimistic"]:
@@ -132,7 +145,13 @@ class Estimate:
 
         On a CPU, which is both device and host, their sum counts.
         """
-        return self.device_ms + self._added_ms + (self.exposed_ms or 0.0)
+        return self.device_ms + self._added_ms + self.bubble_ms + (self.exposed_ms or 0.0)
+
+    @property
+    def bubble_ms(self) -> float:
+        """Return the ms that a pipeline's GPU waits for the first micro-batch and after the last one."""
+        updates = sum(row.device_ms for row in self.rows if row.step == "optimizer")
+        return (self.fill - 1) * (self.device_ms + self._added_ms - updates)
 
     @property
     def _added_ms(self) -> float:
@@ -166,15 +185,17 @@ class Estimate:
         return max(self.by_bound().items(), key=lambda item: item[1])[0]
 
     def by_bound(self) -> dict[str, float]:
-        """Return the ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication. They
-        sum to the step."""
+        """Return the ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication, and a
+        pipeline's bubble where there is one. They sum to the step."""
         sums = {"compute": 0.0, "memory": 0.0}
         for row in self.rows:
             sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
-        return {**sums, "launch": self._added_ms, "communication": self.exposed_ms or 0.0}
+        sums |= {"launch": self._added_ms, "communication": self.exposed_ms or 0.0}
+        return sums | ({"bubble": self.bubble_ms} if self.bubble_ms else {})
 
     def by_group(self) -> dict[str, float]:
-        """Return the device ms by group: products, attention, head and loss, elementwise, adapter, quantization, optimizer."""
+        """Return the device ms by group: products, attention, head and loss, elementwise, routing, adapter, quantization,
+        optimizer."""
         return self._sums(lambda row: row.group, GROUPS)
 
     def by_pass(self) -> dict[str, float]:
@@ -230,6 +251,9 @@ class Estimate:
                 how = f"{count} launches of {self.rates.launch_us:.3g} us"
                 how += rest if self.rates.ahead else ", added to the rest"
                 rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
+        if self.bubble_ms:
+            how = "the pipeline fills and empties (1F1B): more micro-batches (accumulate=) make it a smaller share"
+            rows.append(("  bubble", self.bubble_ms, "ms", self.kind, how))
         if self.communication.bytes and self.communication.exposed_ms is not None:
             how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
             rows.append(("  communication, exposed", self.communication.exposed_ms, "ms", self.kind, how))
@@ -270,6 +294,24 @@ def estimate_step(
     assert setup.length is not None
     rates = rates_of(gpu, setup.dtype, setup.attention_kernel)
     assert isinstance(rates, Rates)
+    mine = setup.batch * setup.length * setup.accumulate
+    whole, stage, division, node = compute, shape, setup.division, gpus_a_node
+    if division.divides:
+        stage = division.stages(shape)[-1]  # the slowest: it has the head
+        shape = division.narrow(stage)
+        setup = setup.of_part(shape)
+        node = max(1, gpus_a_node // (division.tensor * division.pipeline))
+        compute = count_flops(
+            shape,
+            length=setup.length,
+            recipe=on_gpu(recipe, gpu),
+            attention=whole.attention,
+            recompute=setup.repeats,
+            recompute_blocks=setup.recompute_blocks,
+            early_stop=setup.early_stop,
+            training=setup.training,
+        )
+        trained_parameters = count_trained(shape, shape.parameters, recipe)
     if setup.graphs:
         rates = replace(rates, launch_us=0.0, graphs=True)
     recipe = on_gpu(recipe, gpu)
@@ -279,29 +321,44 @@ def estimate_step(
     passes = {
         step: sum(row.device_ms for row in rows if row.step == step) for step in ("forward", "recompute", "backward")
     }
-    sent = communicate(
-        gpus=setup.gpus if setup.training else 1,
-        zero=setup.zero,
-        gradient_bytes=trained_parameters * width,
-        weight_bytes=_weight_bytes(shape, recipe, width),
-        trained_bytes=trained_parameters * width,
-        accumulate=setup.accumulate,
-        forward_ms=passes["forward"],
-        backward_ms=passes["recompute"] + passes["backward"],
-        peer_gb_s=(gpu.ceilings.peer_gb_s if gpu.ceilings else None) or gpu.peer_gb_s,
+    peer_gb_s = (gpu.ceilings.peer_gb_s if gpu.ceilings else None) or gpu.peer_gb_s
+    exchange = division.exchange(
+        stage,
+        mine,
+        width,
+        gpus=setup.gpus,
+        again=setup.repeats == "full",
+        weight_gradients=not frozen(recipe),
+        peer_gb_s=peer_gb_s,
         between_gb_s=between_gb_s,
         gpus_a_node=gpus_a_node,
     )
-    mine = setup.batch * setup.length * setup.accumulate
+    shared = division.shared(shape, setup.replicas)
+    sent = communicate(
+        gpus=setup.replicas if setup.training else 1,
+        zero=setup.zero,
+        gradient_bytes=trained_parameters * width * shared,
+        weight_bytes=_weight_bytes(shape, recipe, width) * shared,
+        trained_bytes=trained_parameters * width * shared,
+        accumulate=setup.accumulate,
+        forward_ms=passes["forward"],
+        backward_ms=passes["recompute"] + passes["backward"],
+        peer_gb_s=peer_gb_s,
+        between_gb_s=between_gb_s,
+        gpus_a_node=node,
+        exchange=exchange,
+    )
+    of_one = mine / (division.tensor * division.pipeline)
     return Estimate(
         rows=rows,
         communication=sent,
         rates=rates,
-        tokens=mine * setup.gpus,
-        model_flop=float(compute.model) * mine,
-        floor_ms=_floor_ms(compute, gpu, rates) * mine,
+        tokens=mine * setup.replicas,
+        model_flop=float(whole.model) * of_one,
+        floor_ms=_floor_ms(whole, gpu, rates) * of_one,
         peak_tflops=gpu.plain_tflops,
         notes=tuple(_notes(rates, sent, rows)),
+        fill=division.fill(setup.accumulate),
     )
 
 

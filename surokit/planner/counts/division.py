@@ -1,0 +1,181 @@
+"""Divide a model over GPUs: what one GPU holds and computes of it, and what it exchanges with the others between the layers.
+
+    tensor      t GPUs share each layer: heads, the feed-forward's inner width and the vocabulary are divided by t, and between
+                these products the tokens (tensor and sequence parallelism, arXiv 2205.05198)
+    pipeline    p GPUs have layers / p each, one after the other, and compute micro-batches in the order 1F1B (arXiv 2104.04473):
+                with m of them a step takes 1 + (p - 1) / m times as long as its micro-batches do, and the first GPU keeps the
+                activations of p micro-batches;
+                where each has its layers in v parts (interleaved), the pipeline fills v times as fast, and the first GPU keeps
+                (p - 1) / v micro-batches more
+    expert      e GPUs have 1 / e of each layer's experts, and send each token to those of its experts (arXiv 2006.16668); they are
+                among the data-parallel ones, so that a gradient of an expert is summed over 1 / e of these
+
+The others, gpus / (t p), are data-parallel. Tokens are taken to be spread over the experts evenly. A stage of the pipeline counts
+its own layers from 0 where a recipe keeps some by their number.
+
+Bytes that a GPU sends for a micro-batch of T tokens, width d and w bytes an element, with k experts a token:
+
+    tensor      (t-1)/t T d w: gathered before, scattered after attention and feed-forward, 4 a layer in forward and 4 in backward,
+                which gathers both inputs once more for the gradients of the weights; the head gathers as well
+    expert      (e-1)/e T k d w: to the experts and back, 2 a layer in forward and 2 in backward
+    pipeline    v T d w / t to the next stage, and as much back
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from surokit.planner.inputs.shape import Shape
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An Exchange holds what a GPU sends between layers in a step: bytes, and their ms in forward and backward, None where a rate
+    is not known."""
+
+    bytes: float = 0.0
+    forward_ms: float | None = 0.0
+    backward_ms: float | None = 0.0
+    how: str = ""
+
+
+NO_EXCHANGE = Exchange()
+
+
+@dataclass(frozen=True)
+class Division:
+    """A Division says over how many GPUs tensors, layers and experts of a model are divided; 1 leaves them whole."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    virtual: int = 1
+
+    @property
+    def divides(self) -> bool:
+        return self != WHOLE
+
+    @property
+    def words(self) -> str:
+        """Say over how many GPUs what is divided."""
+        degrees = (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert))
+        said = " and ".join(f"{name} parallel over {n} GPUs" for name, n in degrees if n > 1)
+        return said + (f" in {self.virtual} virtual stages each" if self.virtual > 1 else "")
+
+    def stages(self, shape: Shape) -> tuple[Shape, ...]:
+        """Return the first and the last stage of the pipeline with one GPU's experts: the fullest, and the slowest, is one of
+        them."""
+        if (e := shape.experts) is not None:
+            shape = replace(shape, experts=replace(e, here=e.count // self.expert))
+        if self.pipeline == 1:
+            return (shape,)
+        n = -(-shape.layers // self.pipeline)
+        return (
+            replace(_layers_from(shape, 0, n), has_head=False),
+            replace(_layers_from(shape, shape.layers - n, n), has_embedding=False),
+        )
+
+    def narrow(self, stage: Shape) -> Shape:
+        """Return one GPU's part of a stage's tensors."""
+        t = self.tensor
+        e = stage.experts
+        return replace(
+            stage,
+            heads=stage.heads // t,
+            kv_heads=max(1, stage.kv_heads // t),
+            ffn=-(-stage.ffn // t),
+            vocab=-(-stage.vocab // t),
+            experts=None if e is None else replace(e, ffn=-(-e.ffn // t), shared_ffn=-(-e.shared_ffn // t)),
+        )
+
+    def in_flight(self, stage: Shape, micro_batches: int) -> float:
+        """Return how many micro-batches' activations a stage keeps at a time."""
+        most = self.pipeline + (self.pipeline - 1) * (self.virtual > 1) / self.virtual
+        return 1 if stage.has_head else min(most, micro_batches)
+
+    def fill(self, micro_batches: int) -> float:
+        """Return how many times as long as its micro-batches a step takes, while the pipeline fills and empties."""
+        return 1 + (self.pipeline - 1) / micro_batches / self.virtual
+
+    def widens(self, part: Shape) -> float:
+        """Return how many times its own parameters a GPU shards with the others: they have other experts."""
+        return 1 + (self.expert - 1) * self._experts(part)
+
+    @staticmethod
+    def _experts(part: Shape) -> float:
+        """Return the share of a part's parameters that is in routed experts."""
+        return sum(w.parameters for w in part.projections if w.kind == "expert") / part.parameters
+
+    def shared(self, part: Shape, replicas: int) -> float:
+        """Return the share of what `replicas` GPUs would send each other of a part's gradients, since experts are summed over fewer
+        GPUs."""
+        if self.expert == 1 or replicas == 1:
+            return 1.0
+        experts, fewer = self._experts(part), replicas / self.expert
+        return 1 - experts * (1 - (fewer - 1) / fewer / ((replicas - 1) / replicas))
+
+    def exchange(
+        self,
+        stage: Shape,
+        tokens: int,
+        width: int,
+        *,
+        gpus: int,
+        again: bool,
+        weight_gradients: bool,
+        peer_gb_s: float | None,
+        between_gb_s: float | None,
+        gpus_a_node: int,
+    ) -> Exchange:
+        """Count what a GPU sends between layers for `tokens`, those of all micro-batches of a step, and its time.
+
+        stage       of whole width; width: bytes an element; again: layers are computed again in backward
+        gpus        of the whole run; rates are in GB/s, within a node and of one GPU between nodes
+        """
+        t, e, p = self.tensor, self.expert, self.pipeline
+        row = float(tokens * stage.width * width)
+        once, head = (t - 1) / t * row, int(stage.has_head)
+        regathered = 2 * stage.layers + head if weight_gradients else 0
+        chosen = stage.experts.chosen if stage.experts is not None else 0
+        routed = (e - 1) / e * row * chosen * len(stage.expert_layers) * 2
+        # (GPUs that exchange, bytes in forward, bytes in backward)
+        parts = (
+            (t, (4 * stage.layers + head) * once, (4 * stage.layers * (1 + again) + head + regathered) * once),
+            (t * e, routed, routed * (1 + again)),
+            (gpus, (p > 1) * self.virtual * row / t, (p > 1) * self.virtual * row / t),
+        )
+        sent = forward = backward = 0.0
+        unknown = ""
+        for group, down, up in parts:
+            if not down:
+                continue
+            sent += down + up
+            rate = peer_gb_s if group <= gpus_a_node else between_gb_s
+            if rate is None:
+                within = group <= gpus_a_node
+                unknown = "between GPUs is not known: give Gpu(peer_gb_s=)" if within else ""
+                unknown = unknown or "between nodes is not known: give between_gb_s="
+                continue
+            forward, backward = forward + down / rate / 1e6, backward + up / rate / 1e6
+        if unknown:
+            return Exchange(sent, None, None, f"the rate {unknown}")
+        return Exchange(sent, forward, backward, f"between layers, divided by {self.words}" if sent else "")
+
+
+#: One GPU has the whole model.
+WHOLE = Division()
+
+
+def _layers_from(shape: Shape, start: int, n: int) -> Shape:
+    """Return a shape that has only `n` layers, from `start` on."""
+
+    def own(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i - start for i in layers if start <= i < start + n)
+
+    e, windows = shape.experts, shape.window_layers
+    return replace(
+        shape,
+        layers=n,
+        window_layers=None if windows is None else own(windows),
+        experts=None if e is None else replace(e, layers=own(e.layers)),
+    )
