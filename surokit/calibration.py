@@ -363,7 +363,7 @@ def row_of(where: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(where)
     memory_gib = round(properties.total_memory / 2**30, 2)
     try:
-        return replace(find_gpu(properties.name), memory_gib=memory_gib)
+        return replace(find_gpu(properties.name), memory_gib=memory_gib, usable_gib=memory_gib)
     except ValueError:
         capability = None if torch.version.hip else (properties.major, properties.minor)
         return Gpu(
@@ -424,7 +424,11 @@ def read_kept(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     row = GPUS.get(gpu.name)
-    return gpu if row is None else replace(row, ceilings=gpu.ceilings, memory_gib=gpu.memory_gib)
+    return (
+        gpu
+        if row is None
+        else replace(row, ceilings=gpu.ceilings, memory_gib=gpu.memory_gib, usable_gib=gpu.usable_gib)
+    )
 
 
 def write_kept(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:

@@ -510,7 +510,7 @@ QNF4 = Recipe("qnf4", storage=Quantizer(NF4, NFBlock(64, double=256)), adapter=L
 recipes: dict[str, Recipe] = {
     r.name: r for r in (BF16, FP8, FP8_CURRENT, FP8_ROWWISE, FP8_BLOCK, MXFP8, FP4, MXFP4, QFP8, QFP4, QNF4)
 }
-_ALIASES = {"nvfp4": "fp4"}
+_ALIASES = {"nvfp4": "fp4", "qlora": "qnf4"}
 
 
 def find_recipe(recipe: Recipe | str) -> Recipe:

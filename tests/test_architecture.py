@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "integrations": "live train profiler widgets offload optim runs",
     "cli": "*",
     "bench": "*",
+    "__main__": "*",
 }
 # methods of a lower part that open a front end: the only imports that go up
 HOOKS = {

@@ -240,7 +240,7 @@ def test_a_known_gpu_keeps_its_row(monkeypatch, counted, tmp_path):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     row = calibration.row_of(torch.device("cuda", 0))
     # 80 GiB by name; a plan that must fit wants what there is
-    assert row == dataclasses.replace(find_gpu("H100"), memory_gib=79.16)
+    assert row == dataclasses.replace(find_gpu("H100"), memory_gib=79.16, usable_gib=79.16)
     properties.name = "NVIDIA Unheard Of"
     assert calibration.row_of(torch.device("cuda", 0)) == Gpu(
         "NVIDIA Unheard Of",

@@ -140,7 +140,7 @@ def measured(runs: Sequence[PublishedRun]) -> tuple[list[Measured], dict[int, st
         except ValueError as error:
             why_not[i] = str(error)
             continue
-        if "recompute" in run.assumed and not fits(planned):
+        if "recompute" in run.assumed and run.recompute == "none" and not fits(planned):
             planned = planned.but(recompute="full")  # of what is not stated, what must have been
             if not fits(planned):
                 why_not[i] = "it does not fit, and what was kept on the host is not stated"
@@ -355,7 +355,7 @@ def spread(runs: Sequence[Measured], apart: Sequence[float], without: str = "") 
     `without` leaves a source's runs out. A source with four times the runs weighs twice as much: how runs of one table differ is a
     part of what is asked. Models with experts have an interval of their own.
     """
-    found = {}
+    found: dict[tuple[str, str], float] = {}
     for of in (ANY, likely.EXPERTS):
         chosen = [i for i, m in enumerate(runs) if m.run.where != without and m.kind == of]
         weight = weights([runs[i] for i in chosen])

@@ -3,7 +3,8 @@
 A blank figure in gpus.csv means that nobody vouched for it, not that it is zero: whatever needs it says so. Peaks
 are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees; with float32
 accumulation, which training needs and which runs at half speed on GeForce cards. `memory_gib` is nominal: the driver
-keeps about 1 %, and error correction a sixteenth on cards with GDDR6 (L4, L40S, A40 and the like). Links are in one
+keeps about 1 %, and error correction a sixteenth on cards with GDDR6 (L4, L40S, A40 and the like); `usable_gib` is what
+PyTorch's out-of-memory messages call the total capacity. `l2_mib` is from NVIDIA's architecture whitepapers. Links are in one
 direction, half of what vendors print for both; between the GPUs of a node they are those that join all of them, so a
 bridge for two does not count.
 
@@ -30,6 +31,8 @@ from surokit.formats import TENSOR_CORES, Kind
 
 #: The compute capability from which tensor cores multiply bf16.
 BF16_FROM = (8, 0)
+#: What a process of PyTorch takes beside what it allocates, CUDA's context and libraries: .2 to .6 GiB in out-of-memory messages.
+CONTEXT_GIB = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Gpu:
     with. `ceilings` are what a calibration of one machine reached, None for a row of the table. `device` is "cpu" where a
     calibration measured a processor. fp16_tflops and fp32_tflops are known of GPUs that do not multiply bf16; `plain` says in which
     of the three a plan computes the products that no recipe quantizes. `sms` is the number of multiprocessors (AMD: compute units).
+    `usable_gib` is what the driver leaves of the memory, `l2_mib` the last cache before it.
     """
 
     name: str
@@ -88,6 +92,8 @@ class Gpu:
     fp32_tflops: float | None = None
     sms: float | None = None
     plain: Literal["BF16", "FP16", "FP32"] = "BF16"
+    usable_gib: float | None = None
+    l2_mib: float | None = None
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -104,6 +110,12 @@ class Gpu:
         """Return the highest dense peak that is known, of any format."""
         known = (self.bf16_tflops, self.fp16_tflops, self.fp32_tflops, self.fp8_tflops, self.fp4_tflops)
         return max((t for t in known if t is not None), default=None)
+
+    @property
+    def room_gib(self) -> float | None:
+        """Return the GiB that a process can allocate: of a GPU what is usable, less CUDA's context; None where it is not known."""
+        memory = self.usable_gib or self.memory_gib
+        return memory if memory is None or self.device == "cpu" else max(0.0, memory - CONTEXT_GIB)
 
     @property
     def has_bf16(self) -> bool:
@@ -170,6 +182,7 @@ _LIMITS = {
     "_tb_s": (200.0, "TB/s", 1e3),
     "_gb_s": (2e4, "GB/s", 1e9),
     "_gib": (20_000.0, "GiB", 2**30),
+    "_mib": (20_000.0, "MiB", 2**20),
     "watts": (1e5, "W", 1e3),
     "_us": (1e6, "us", 1e3),
     "_params_s": (1e14, "parameters a second", 1e3),

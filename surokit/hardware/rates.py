@@ -19,6 +19,10 @@ ATTENTION_SHARE: tuple[tuple[tuple[int, int], float], ...] = (((12, 0), 0.6), ((
 NEWER_SHARE = 0.75
 #: Microseconds that a GPU waits from one kernel to the next; assumed.
 GAP_US = 1.0
+#: Microseconds of the host for a launch where nobody measured it: about the least that CUDA takes.
+LAUNCH_US = 2.0
+#: How many times the memory's bandwidth a cache has at least, where half of it holds what a kernel reads and writes; assumed.
+L2_SPEED = 2.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Rates:
 
     `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of the device, as a
     GPU's does; `how` says in words where they come from. With `graphs` a launch costs the host nothing. `gap_us` is the time that
-    the device waits from one kernel to the next.
+    the device waits from one kernel to the next. `l2_mib` is the cache before the memory, 0 where it is not known;
+    `launch_assumed` says that nobody measured a launch.
     """
 
     products: dict[Kind | None, float]
@@ -39,10 +44,17 @@ class Rates:
     how: str
     ahead: bool = True
     graphs: bool = False
+    l2_mib: float = 0.0
+    launch_assumed: bool = False
+
+    def memory_ms(self, moved: float, kernels: float) -> float:
+        """Return the ms that so many kernels take to move so many bytes; of a small micro-batch through the cache."""
+        cached = moved <= kernels * self.l2_mib * 2**19
+        return moved / self.bandwidth_tb_s / 1e9 / (L2_SPEED if cached else 1.0)
 
     @property
     def gap_us(self) -> float:
-        return GAP_US if self.ahead and self.launch_us is not None else 0.0
+        return GAP_US if self.ahead else 0.0
 
 
 def rates_of(gpu: Gpu, dtype: str = "bf16", attention_kernel: str = "sdpa") -> Rates | str:
@@ -88,10 +100,12 @@ def rates_of(gpu: Gpu, dtype: str = "bf16", attention_kernel: str = "sdpa") -> R
         products=products,
         attention_tflops=attention,
         bandwidth_tb_s=bandwidth,
-        launch_us=c.launch_us if c else None,
+        launch_us=c.launch_us if c and c.launch_us is not None else LAUNCH_US if gpu.device != "cpu" else None,
         measured=len(reached) == 2,
         how=how,
         ahead=gpu.device != "cpu",
+        l2_mib=gpu.l2_mib or 0.0,
+        launch_assumed=gpu.device != "cpu" and (c is None or c.launch_us is None),
     )
 
 

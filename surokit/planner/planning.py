@@ -203,10 +203,10 @@ class Plan:
 
     @property
     def room_gib(self) -> float | None:
-        """Return the GiB that the plan has to fit into: the memory of the GPU; on a CPU, of the Gpu given for it or of this
-        machine. None where it is not known."""
-        if self.gpu is not None and self.gpu.memory_gib is not None:
-            return self.gpu.memory_gib
+        """Return the GiB that the plan has to fit into: what a process can allocate on the GPU; on a CPU, the memory of the Gpu
+        given for it or of this machine. None where it is not known."""
+        if self.gpu is not None and self.gpu.room_gib is not None:
+            return self.gpu.room_gib
         return machine_gib() if self.setup.device == "cpu" else None
 
     def fits(self, gib: float | None = None) -> bool:
@@ -524,7 +524,7 @@ def _as_a_session_decodes(asked: Asked) -> Asked:
     once = recipe.decode_once()
     terms = count_memory(asked.subject.shape, asked.subject.parameters, once, setup).terms
     decoded = sum(term.bytes for term in terms if term.name == "dequantized weight")
-    room = room_for_decoded(asked.gpu.memory_gib if asked.gpu else None)
+    room = room_for_decoded(asked.gpu.room_gib if asked.gpu else None)
     return replace(asked, recipe=once) if decoded <= room else asked
 
 

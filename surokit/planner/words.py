@@ -69,8 +69,8 @@ def verdict(plan: Plan) -> tuple[str, bool]:
     limit, on_cpu = plan.room_gib, _on_cpu(plan)
     if limit is None:
         return f"Holds {needed} on {'the CPU' if on_cpu else 'each GPU'}{most}", False
-    owner = "the machine" if on_cpu or plan.gpu is None else plan.gpu.name
-    room = f"of {owner}'s {limit:g} GiB"
+    on_gpu = f"the {units.gib(limit)} that {plan.gpu.name} offers" if plan.gpu is not None else ""
+    room = f"of the machine's {limit:g} GiB" if on_cpu else f"of {on_gpu}"
     if memory.gib > limit:
         return f"Does not fit: {needed} {room}{most}", True
     word = "Holds" if memory.left_out else "Fits:"

@@ -272,7 +272,7 @@ def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
         out.append(f'<path class="v" d="M14 {y:g}h11l-5.5-10z" style="stroke:none"/>')
     out.append(_text(31 if warning else 14, y, cut(words, 96), "v" if warning else "m"))
 
-    limit = None if plan.gpu is None else plan.gpu.memory_gib
+    limit = None if plan.gpu is None else plan.gpu.room_gib
     top, tall, left, right = y + 13, 30.0, 14.0, width - 14.0
     parts = parts_of(memory)
     longest = max(sum(part.gib for part in parts), memory.gib)

@@ -304,10 +304,7 @@ def test_fp8_is_planned_no_slower_than_bf16_at_any_size(recipe):
 
     small, large = sk.DecoderConfig(**MODELS["0.6b"], max_length=2048), CONFIG_8B
     assert ms(large, recipe) <= ms(large, sk.BF16)
-    if recipe is sk.FP8_CURRENT:  # the exception: small products save less than reading each operand twice costs
-        assert 1 < ms(small, recipe) / ms(small, sk.BF16) < 1.025
-    else:
-        assert ms(small, recipe) <= ms(small, sk.BF16)
+    assert ms(small, recipe) <= ms(small, sk.BF16)
 
 
 def test_codes_of_frozen_weights_are_not_made_again():
@@ -385,8 +382,7 @@ def test_graphs_cost_the_host_nothing():
     assert captured.title.endswith("in CUDA graphs, 1 x H200")
     sheet = plan(QWEN3_8B, gpu="H200", batch=1, length=64, graphs=True)
     assert sheet.estimate.gaps_ms > 0  # needs no calibration
-    assert not any("launches are left out" in note for note in sheet.all_notes)
-    assert sheet.but(graphs=False).estimate.gaps_ms == 0
+    assert sheet.but(graphs=False).estimate.gaps_ms == sheet.estimate.gaps_ms
     quick = plan(QWEN3_8B, gpu=reached(790, launch_us=5), batch=4, length=4096)
     assert quick.but(graphs=True).estimate.step_ms == quick.estimate.step_ms  # launched in time, the gaps are the same
     (found,) = (row for row in quick.faster().ways if row.how == "graphs=True")
@@ -431,7 +427,7 @@ def test_what_makes_a_step_faster(monkeypatch):
     assert sheet.faster().kind == "likely"
     assert sheet.faster().ways[1].why in ("taken", "no faster here")
     monkeypatch.setattr(Plan, "has_published_rates", False)
-    assert sheet.faster().ways[1].why == "not known: what a launch costs is measured by sk.calibrate()"
+    assert sheet.faster().ways[1].why in ("taken", "no faster here")
     hosted = sheet.but(recipe="fp8", optimizer="offloadadamw")  # whose host is not known: ways are compared without it
     assert hosted.step_time is None
     assert hosted.faster().step_ms == hosted.computing_time.ms == hosted.estimate.step_ms

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 import surokit as sk
 from surokit import cli
 from surokit.hardware.gpus import Ceilings, Gpu, find_gpu
+from surokit.hardware.rates import GAP_US, LAUNCH_US
 from surokit.planner import Price
 from tests.planner.families import fields
 from tests.refusals import refused
@@ -42,6 +44,13 @@ def measured(**more: float) -> Gpu:
     return dataclasses.replace(find_gpu("H100"), ceilings=ceilings)
 
 
+def launched(s: Any, batch: int) -> float:
+    """The ms that gaps between kernels, or their launches, add to a step."""
+    gaps, launches = s.decoding.launches * GAP_US / 1e3, s.decoding.launches * LAUNCH_US / 1e3
+    row = s.decoding.step(batch).rows[0]
+    return max(gaps, launches - row.device_ms)
+
+
 def test_every_figure_of_a_tiny_model_by_hand():
     s = plan(TINY, gpu=SLOW, usd_per_gpu_hour=3.6, slack=0).serving(prompt=6, output=4, concurrency=3)
     # a layer: q 8x8, k and v 4x8, o 8x8, gate and up 16x8, down 8x16, and two norms of 8
@@ -57,7 +66,7 @@ def test_every_figure_of_a_tiny_model_by_hand():
     assert s.decoding.token_flop == flop
     assert s.decoding.products_ms(3) == pytest.approx(3 * flop / 1e9 * 1e3)
     assert s.decoding.memory_ms(3) == pytest.approx(s.decoding.bytes(3) / 1e8 * 1e3)
-    assert s.token_ms == pytest.approx(max(s.decoding.products_ms(3), s.decoding.memory_ms(3)))
+    assert s.token_ms == pytest.approx(max(s.decoding.products_ms(3), s.decoding.memory_ms(3)) + launched(s, 3))
     # causal attention: a token sees half of 6 keys on average
     assert s.prefill_flop == 6 * (2 * matrices + 2 * (2 * 2 * 8 * 3)) + 2 * head
     assert s.request_tokens_per_s == pytest.approx(1e3 / s.token_ms)
@@ -66,7 +75,7 @@ def test_every_figure_of_a_tiny_model_by_hand():
     assert s.tokens_per_s == pytest.approx(3 * 4 / s.request_ms * 1e3)
     assert s.usd_per_million_output == pytest.approx(3.6 / (3600 * s.tokens_per_s) * 1e6)
     assert s.usd_per_million_tokens == pytest.approx(s.usd_per_million_output * 4 / 10)
-    assert s.most == int((2**30 - s.weight_bytes - s.workspace_bytes) // s.kv_bytes)
+    assert s.most == int((2**29 - s.weight_bytes - s.workspace_bytes) // s.kv_bytes)
     assert s.fits
 
 
@@ -82,7 +91,8 @@ def test_a_token_of_llama_2_7b_on_an_h100():
     s = plan(LLAMA_2_7B, gpu="H100").serving(512, 128, concurrency=1)
     read = 2 * (6_738_415_616 - 32_000 * 4096)
     assert s.decoding.weight_bytes(1) == read
-    assert s.token_ms == pytest.approx((read + 576 * 524_288) / H100_TB_S / 1e9)
+    assert s.token_ms == pytest.approx((read + 576 * 524_288) / H100_TB_S / 1e9 + launched(s, 1))
+    assert 0 < launched(s, 1) < 0.2 * s.token_ms
     assert s.binds == "bytes"
     products = 2 * (6_738_415_616 - 32_000 * 4096 - 65 * 4096)  # norms multiply nothing
     attention = 32 * 4 * 576 * 4096
@@ -111,7 +121,8 @@ def test_stored_weights_shorten_a_step_in_proportion_to_their_bytes(recipe, bits
     full = plan(LLAMA_2_7B, gpu="H100").serving(512, 128, concurrency=1)
     bare = dataclasses.replace(sk.recipe.find_recipe(recipe), adapter=None)
     less = plan(LLAMA_2_7B, gpu="H100", recipe=bare).serving(512, 128, concurrency=1)
-    assert less.token_ms / full.token_ms == pytest.approx(less.decoding.bytes(1) / full.decoding.bytes(1))
+    ms = [s.token_ms - launched(s, 1) for s in (less, full)]
+    assert ms[0] / ms[1] == pytest.approx(less.decoding.bytes(1) / full.decoding.bytes(1))
     stored = 6_738_415_616 - 2 * 32_000 * 4096 - 65 * 4096  # the head stays as it is
     saved = full.decoding.weight_bytes(1) - less.decoding.weight_bytes(1)
     assert saved == pytest.approx(stored * (16 - bits) / 8, rel=1e-3)
@@ -195,7 +206,7 @@ def test_what_fits_with_slack_fits_and_one_more_does_not():
     def held(n: int) -> float:
         return (s.weight_bytes + s.workspace_bytes + n * s.kv_bytes) * 1.1 / 2**30
 
-    assert held(s.most) <= 80 < held(s.most + 1)
+    assert held(s.most) <= 78.7 < held(s.most + 1)
     assert not s.at(s.most + 1).fits
     assert "Does not fit" in repr(s.at(s.most + 1))
     assert plan(LLAMA_3_8B, gpu="H100").serving(512, 128, concurrency=1).most == s.most

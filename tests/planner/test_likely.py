@@ -24,6 +24,7 @@ from tests.refusals import refused
 RAW = json.loads((Path(__file__).parents[2] / "docs/measurements/published.json").read_text())
 RUNS = RAW["published"]
 STATED = [row for row in RUNS if not row["assumed"]]
+DENSE = [row for row in RUNS if not row["model"].startswith(("qwen3-30b-a3b", "gpt-oss"))]
 
 
 def planned(what: Any, **given: Any) -> Any:
@@ -53,14 +54,13 @@ def test_runs_say_where_they_are_from():
 def test_most_runs_are_expressed_and_the_others_say_why_not():
     runs = read_runs()
     why_not = Counter(run.why_not.partition(":")[0] for run in runs if run.why_not)
-    assert len(runs) - why_not.total() >= 0.69 * len(runs)
-    assert (
-        why_not["expert parallelism"] + why_not["on the host"] + why_not["the batch or the length is not stated"] > 100
-    )
-    spread = next(run for run in runs if run.ep)
+    # times, and memory where no speed was printed
+    assert len(RUNS) + sum("no speed" in why for why in RAW["not expressed"]) >= 446
+    assert len(runs) - why_not.total() >= 0.85 * len(runs)
+    assert why_not["on the host"] > 10
+    spread = next(run for run in runs if run.cp)
     with refused(ValueError):
         planned(**spread.arguments)
-    assert why_not["a mixture of experts"] > 5
 
 
 def test_one_run_is_planned_as_it_was():
@@ -104,7 +104,10 @@ def test_errors_of_runs_that_were_left_out():
     assert median(errors(RUNS)) <= 0.12
     assert median(errors(STATED)) <= 0.12
     assert at(errors(STATED), 0.9) <= 0.25
-    assert at(errors(RUNS), 0.9) <= 0.32  # a tenth are Surogate's on an H100, whatever the model
+    # a tenth are Surogate's on an H100, which take a second whatever the model
+    assert at(errors(DENSE), 0.9) <= 0.30
+    # experts: from one version of a program to the next by twice, and some were not grouped at all
+    assert at(errors(RUNS), 0.9) <= 0.36
 
 
 def test_a_new_publisher_is_met_as_well():
@@ -114,10 +117,18 @@ def test_a_new_publisher_is_met_as_well():
 
 def test_the_interval_holds_most_runs_and_is_narrow():
     """Each is held to an interval that was made without its source."""
-    for rows in (RUNS, STATED):
+    for rows, width in ((RUNS, 1.5), (STATED, 1.53)):
         within = sum(row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows) / len(rows)
         assert 0.7 <= within <= 0.9
-        assert median(row["high_ms"] / row["low_ms"] for row in rows) <= 1.55
+        assert median(row["high_ms"] / row["low_ms"] for row in rows) <= width
+
+
+def test_the_bound_is_a_bound():
+    """Of the runs that state what they computed again one is faster, by 2.5 %: on a card that clocks above its datasheet."""
+    faster = [row["measured_ms"] / row["bound_ms"] for row in STATED if row["measured_ms"] < row["bound_ms"]]
+    assert len(faster) <= 1
+    assert all(ratio > 0.97 for ratio in faster)
+    assert median(row["measured_ms"] / row["bound_ms"] for row in RUNS) <= 1.65
 
 
 def test_memory_beside_what_was_printed():
@@ -206,7 +217,7 @@ def test_attention_by_its_kernel():
             planned("llama-3.1-8b", attention_kernel=kernel, **given).likely.step_ms
             for kernel in ("sdpa", "flash3", "triton")
         )
-        assert flash <= sdpa < triton
+        assert flash <= 1.02 * sdpa < triton  # on an A100 both are FlashAttention-2
     for gpu in ("A40", "B200", "GB300", "MI300X"):  # of which no run has every kernel: those of their generation
         times = [
             planned("llama-3.1-8b", gpu=gpu, batch=1, length=8192, attention_kernel=kernel).likely.step_ms
@@ -248,7 +259,7 @@ def test_what_is_kept_on_the_host_counts():
 def test_plans_are_compared_by_the_surest_time():
     given: dict[str, Any] = {"batch": 1, "length": 2048}
     assert planned("llama-3.1-8b", gpu="H100", **given).step_time.kind == "likely"
-    assert planned("mixtral-8x7b-v0.1", gpu="H100", **given).step_time.kind == "optimistic"
+    assert planned("llama-3.1-8b", gpu="H100", training=False, **given).step_time.kind == "optimistic"
     ceilings = Ceilings("here", bf16_tflops=700, bandwidth_tb_s=3, launch_us=4, host_gb_s=25.0, host_adam_params_s=3e9)
     mine = replace(find_gpu("H100"), ceilings=ceilings)
     here, hosted = (planned("llama-3.1-8b", gpu=mine, optimizer=o, **given) for o in ("adamw", "offloadadamw"))
@@ -305,7 +316,7 @@ def test_there_is_no_likely_time_where_rates_predict_by_themselves():
     assert (
         planned("llama-3.1-8b", gpu=replace(mine, ceilings=Ceilings("here", bf16_tflops=700)), **given).likely is None
     )
-    assert planned("mixtral-8x7b-v0.1", gpu="H100", **given).likely is None
+    assert planned("mixtral-8x7b-v0.1", gpu="H100", **given).likely is not None
     with refused(ValueError):
         likely.likely_step(measured.estimate, mine, measured.setup, lambda ms, host: ms)
     assert planned("llama-3.1-8b", gpu="H100", training=False, **given).likely is None

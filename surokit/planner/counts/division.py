@@ -60,7 +60,7 @@ class Division:
         """Say over how many GPUs what is divided."""
         degrees = (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert))
         said = " and ".join(f"{name} parallel over {n} GPUs" for name, n in degrees if n > 1)
-        return said + (f" in {self.virtual} virtual stages each" if self.virtual > 1 else "")
+        return (f"{said} in {self.virtual} virtual stages" if self.virtual > 1 else said).strip()
 
     def stages(self, shape: Shape) -> tuple[Shape, ...]:
         """Return the first and the last stage of the pipeline with one GPU's experts: the fullest, and the slowest, is one of

@@ -109,14 +109,10 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
             continue  # only a fused step keeps W'
         tried = change.of(now)
         before, after = _time(now), _time(tried)
-        assert now.estimate is not None
-        unknown = how == "graphs=True" and before.kind != "likely" and now.estimate.rates.launch_us is None
-        saves = 0.0 if unknown else before.ms - after.ms
+        saves = before.ms - after.ms
         fits = room is None or tried.memory.gib <= room
         worth = saves > _LEAST * before.ms
         why = "taken" if worth and fits else "does not fit" if worth else "no faster here"
-        if unknown:
-            why = "not known: what a launch costs is measured by sk.calibrate()"
         more = tried.memory.gib - now.memory.gib
         ways.append(FasterWay(how, changes, before.ms - saves, saves, tried.memory.gib, more, worth and fits, why))
         now = tried if worth and fits else now

@@ -1,6 +1,7 @@
 """Estimate how long a step takes: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
 
-traffic.py counts what one GPU computes, moves and launches; rates are applied here. Where the GPU was calibrated (`Gpu.ceilings`)
+traffic.py counts what one GPU computes, moves and launches; rates are applied here, the memory's or, where the GPU's cache holds
+what a kernel reads and writes, the cache's. Where the GPU was calibrated (`Gpu.ceilings`)
 these are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which few runs
 reach, and the estimate is optimistic; it says so.
 
@@ -15,8 +16,8 @@ there both sums add up; and there quantizing is arithmetic, slower than the copy
 estimate is optimistic at measured rates too.
 
 A GPU waits about a microsecond from one kernel to the next (`GAP_US`, assumed and not measured), with graphs and without. In a step
-that is captured as CUDA graphs the host launches nothing, and the gaps are all that launching costs. They are counted where
-launching is: with graphs, or where a launch was calibrated.
+that is captured as CUDA graphs the host launches nothing, and the gaps are all that launching costs. Where no launch was calibrated
+it takes `LAUNCH_US`, assumed too.
 
 Rates of large square products are an upper end: real shapes reach less.
 """
@@ -248,7 +249,7 @@ class Estimate:
                 rows.append(("  gaps", self.gaps_ms, "ms", self.kind, how))
             if not self.rates.graphs:
                 rest = ", hidden behind the device" if hidden else ": the host is what the step waits for"
-                how = f"{count} launches of {self.rates.launch_us:.3g} us"
+                how = f"{count} launches of {self.rates.launch_us:.3g} us{' assumed' * self.rates.launch_assumed}"
                 how += rest if self.rates.ahead else ", added to the rest"
                 rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
         if self.bubble_ms:
@@ -386,7 +387,7 @@ def _row(load: Load, rates: Rates) -> KernelRow:
         bytes=load.bytes,
         launches=load.launches,
         compute_ms=load.flop / tflops / 1e9,
-        memory_ms=load.bytes / rates.bandwidth_tb_s / 1e9,
+        memory_ms=rates.memory_ms(load.bytes, load.launches),
         launch_ms=None if rates.launch_us is None else load.launches * rates.launch_us / 1e3,
         outputs=load.outputs,
         inner=load.inner,
