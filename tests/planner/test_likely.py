@@ -217,7 +217,7 @@ def test_attention_by_its_kernel():
             planned("llama-3.1-8b", attention_kernel=kernel, **given).likely.step_ms
             for kernel in ("sdpa", "flash3", "triton")
         )
-        assert flash <= 1.02 * sdpa < triton  # on an A100 both are FlashAttention-2
+        assert flash <= sdpa < triton  # on an A100 both are FlashAttention-2
     for gpu in ("A40", "B200", "GB300", "MI300X"):  # of which no run has every kernel: those of their generation
         times = [
             planned("llama-3.1-8b", gpu=gpu, batch=1, length=8192, attention_kernel=kernel).likely.step_ms

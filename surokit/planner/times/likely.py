@@ -38,6 +38,7 @@ EXPERTS = "experts"  # in reached.csv: of models that have some
 #: Hosts differ: AdamW updates 4.6e9 parameters a second on the node of ml-engineering's H200s, and 1.1e9 on that of the article on
 #: ZenFlow. The likely host is the former, the interval reaches to one so many times slower.
 SLOWER_HOSTS = 4.0
+_ONE_KERNEL = ("sm80", "sm89", "sm120")  # have no faster one than torch's, FlashAttention-2
 _OTHER = "other"  # architecture of GPUs without a compute capability
 #: Groups whose launches take the host longer: their modules do more in Python, and experts wait for the number of their tokens.
 _BY_HOST = {"adapter": "adapter_launches", "routing": "routing_launches"}
@@ -256,10 +257,13 @@ def factors_for(gpu: Gpu, setup: Setup, reached: Reached) -> Factors:
 
 def names_of(gpu: Gpu, setup: Setup) -> Mapping[str, str]:
     """Return the names that factors have in reached.csv, by what a factor is of."""
+    generation, kernel = architecture(gpu), setup.attention_kernel
+    if kernel == "flash3" and generation in _ONE_KERNEL:
+        kernel = "sdpa"
     return {
         "gpu": gpu.name,
         "engine": setup.engine,
-        "kernel": f"{architecture(gpu)} {setup.attention_kernel}",
+        "kernel": f"{generation} {kernel}",
         ANY: ANY,
     }
 
