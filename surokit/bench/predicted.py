@@ -42,7 +42,7 @@ RATES: dict[str, tuple[tuple[float, float, float], str]] = {
 }
 #: What else is assumed, in words.
 ASSUMED = {
-    "peak rates": "the datasheet's for products and bandwidth, no gaps; no bound where attention is faster than assumed",
+    "peak rates": "the datasheet's for products and bandwidth; no bound where attention is faster than assumed",
     "attention": f"{dict(ATTENTION_SHARE)[9, 0]:.0%} of the bf16 peak, FlashAttention-2's on an H100 (arXiv 2407.08608); cuDNN's "
     "there is 1.6 to 1.7 times as fast",
     "launches": f"none but a gap of {GAP_US:g} us after each kernel of a CUDA graph, a guess",

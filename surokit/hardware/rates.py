@@ -104,7 +104,8 @@ def rates_of(gpu: Gpu, dtype: str = "bf16", attention_kernel: str = "sdpa") -> R
         measured=len(reached) == 2,
         how=how,
         ahead=gpu.device != "cpu",
-        l2_mib=gpu.l2_mib or 0.0,
+        # a measured bandwidth is that of the memory, and what a cache adds was not measured
+        l2_mib=0.0 if c and c.bandwidth_tb_s else gpu.l2_mib or 0.0,
         launch_assumed=gpu.device != "cpu" and (c is None or c.launch_us is None),
     )
 
