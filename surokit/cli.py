@@ -207,7 +207,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     given.add_argument("--graphs", action="store_true", default=None, help="a step captured as CUDA graphs")
     given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
     given.add_argument("--offload-weights", action="store_true", default=None, help="weights of blocks on the host")
-    given.add_argument("--offload-activations", action="store_true", default=None, help="activations on the host")
+    on_host = "activations on the host, or only the inputs of blocks"
+    given.add_argument("--offload-activations", nargs="?", const=True, choices=["inputs"], help=on_host)
     states = "the optimizer's states on the host, where the GPU reads them (paged optimizers)"
     given.add_argument("--offload-states", action="store_true", default=None, help=states)
     in_backward = "each weight is updated as its gradient arrives"
@@ -637,8 +638,13 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
             else ""
         )
         said.append(f"What helps: {found.sentence}{takes}")
+    said += [note.partition(":")[0].capitalize() for note in planned.notes if note.startswith("moments are in")]
+    if (likely := planned.likely) is not None:
+        most = sorted(likely.made_of.items(), key=lambda part: -part[1])[:4]
+        said.append(f"Likely goes into {', '.join(f'{name} {ms / likely.step_ms:.0%}' for name, ms in most)}")
     if (step := planned.binds().time) is not None:
-        said.append(f"Of what the GPU does in a step, {step.share:.0%} is bound by {step.term}")
+        if likely is None:
+            said.append(f"Of what the GPU does in a step, {step.share:.0%} is bound by {step.term}")
         said += [f"Faster: {step.remedy}"] if step.remedy else []
     notes = f" and {units.counted(len(planned.all_notes), 'note')}" if planned.all_notes else ""
     return "\n  ".join([f"Plan: {planned.title}", *said, f"--all prints every figure{notes}"])

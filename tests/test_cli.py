@@ -47,14 +47,15 @@ def test_plan_says_what_to_act_on_and_all_of_it_when_asked(capsys):
         return capsys.readouterr().out.splitlines()
 
     fits = said("--length", "4096", "--recompute", "full", "--usd-per-gpu-hour", "2")
-    assert len(fits) == 8
+    assert len(fits) == 9
     begins = (
         "Plan",
         "Fits",
         "Likely takes",
         "Likely costs",
         "Computes",
-        "Of what the GPU does",
+        "Moments are in bf16",
+        "Likely goes into products",
         "Faster: recipe fp8",
         "--all prints",
     )

@@ -4,7 +4,8 @@ A blank figure in gpus.csv means that nobody vouched for it, not that it is zero
 are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees; with float32
 accumulation, which training needs and which runs at half speed on GeForce cards. `memory_gib` is nominal: the driver
 keeps about 1 %, and error correction a sixteenth on cards with GDDR6 (L4, L40S, A40 and the like); `usable_gib` is what
-PyTorch's out-of-memory messages call the total capacity. `l2_mib` is from NVIDIA's architecture whitepapers. Links are in one
+PyTorch's out-of-memory messages call the total capacity (of L4, L20, L40 and A10 by the share that an L40S has of its
+own). `l2_mib` is from NVIDIA's architecture whitepapers. Links are in one
 direction, half of what vendors print for both; between the GPUs of a node they are those that join all of them, so a
 bridge for two does not count.
 

@@ -47,9 +47,10 @@ class Rates:
     l2_mib: float = 0.0
     launch_assumed: bool = False
 
-    def memory_ms(self, moved: float, kernels: float) -> float:
-        """Return the ms that so many kernels take to move so many bytes; of a small micro-batch through the cache."""
-        cached = moved <= kernels * self.l2_mib * 2**19
+    def memory_ms(self, moved: float, kernels: float, *, passing: bool) -> float:
+        """Return the ms that so many kernels take to move so many bytes. passing: the kernel before wrote them, so that the cache
+        may hold those of a small micro-batch."""
+        cached = passing and moved <= kernels * self.l2_mib * 2**19
         return moved / self.bandwidth_tb_s / 1e9 / (L2_SPEED if cached else 1.0)
 
     @property

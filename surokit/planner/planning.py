@@ -131,7 +131,8 @@ class Plan:
         """Predict the time of a step by what published runs reached, with its interval.
 
         What is kept on the host counts, at the rates of published hosts. None where `estimate` is None, where rates were measured,
-        which predict by themselves, where the link to the host is needed and not known, on a CPU, and without training.
+        which predict by themselves, where the link to the host, or between GPUs that share a model, is needed and not known, on a
+        CPU, and without training.
         """
         if not self.has_likely or self.estimate is None or self.gpu is None:
             return None
@@ -150,7 +151,13 @@ class Plan:
         gpu, setup, shape = self.gpu, self.setup, self.shape
         if gpu is None or gpu.ceilings is not None or not setup.training or setup.device == "cpu":
             return False
-        return not why_no_estimate(shape, self.compute, setup, gpu)
+        return not (why_no_estimate(shape, self.compute, setup, gpu) or self._sends_at_no_known_rate)
+
+    @property
+    def _sends_at_no_known_rate(self) -> bool:
+        """True if GPUs that share a model would send each other between layers over a link whose rate is not known."""
+        divided = self.setup.division.divides and self.estimate is not None
+        return divided and self.estimate is not None and self.estimate.communication.ms is None
 
     @cached_property
     def computing_time(self) -> StepTime | None:
@@ -433,7 +440,8 @@ def plan(
     attention   "causal" counts the keys that a token sees, "full" all of them
     recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward), "mlp" (each feed-forward) or "selective": of
                 fused layers the outputs of norm and SwiGLU; else all but attention and every second product (PyTorch's selective
-                checkpointing, as torchtitan does it); `recompute_blocks` is how many layers do so, all without it
+                checkpointing, as torchtitan does it); `recompute_blocks` says how many layers do so, the first, and all without
+                it (sk.fuse has neither "mlp" nor a number of blocks)
     optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), "zenflow" or "offloadadamw" (states on the host), or an
                 optimizer of ours; `state_dtype` is that of its moments, the weights' own without it
     dtype       of weights and gradients (bf16, or fp16 on a GPU without bf16 products; a live model's own); `master` adds float32
@@ -458,9 +466,9 @@ def plan(
                 optimizers of bitsandbytes do); "offloadadamw" updates there
     engine      who makes the kernels, for times (memory is that of eager PyTorch): "eager" PyTorch, "compiled" by torch.compile,
                 or "fused" by hand; without it "fused" where `fusion` fuses, else "eager"
-    attention_kernel    for times: "sdpa", torch's scaled_dot_product_attention, "flash3": FlashAttention-3 and 4, or cuDNN's, or
-                "triton", FlashAttention's first Triton kernel; without it "sdpa", which our layers take too, and "flash3" for
-                another engine that is "fused" by hand
+    attention_kernel    for times: "sdpa", torch's scaled_dot_product_attention, "flash3": FlashAttention-3 and 4, or cuDNN's (as
+                fast as "sdpa" on a GPU without instructions for them), or "triton", FlashAttention's first Triton kernel; without
+                it "sdpa", which our layers take too, and "flash3" for another engine that is "fused" by hand
     optimizer_in_backward   True: each weight is updated as its gradient arrives, so that no two gradients are held
     tensor_parallel         GPUs that share each layer, and between its products the tokens (sequence parallel)
     pipeline_parallel       stages of layers, whose micro-batches (`accumulate`) come in the order 1F1B

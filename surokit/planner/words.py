@@ -260,6 +260,8 @@ def _estimate(plan: Plan) -> Iterator[Line]:
         yield line(
             "tokens a second, likely", likely.tokens_per_s, "tokens/s", "prediction", f"{_gpus(plan)}; {likely.how}"
         )
+        for name, ms in likely.made_of.items():
+            yield line(f"  {name}", ms, "ms", "prediction", f"{ms / likely.step_ms:.0%} of the step")
     if plan.estimate is not None:
         for term, value, unit, kind, how in plan.estimate.lines():
             yield Line("a step, by what it does", term, value, unit, kind, how)
@@ -307,8 +309,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"memory is that of a typical shape, after {typical[1]}: {typical[0].words}; a config gives the model's own"
     if setup.replicas > 1 and not setup.zero:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
-    if setup.gpus == 1 and setup.zero:
-        yield f"zero={setup.zero} shards nothing on one GPU: give gpus="
+    if setup.replicas == 1 and setup.zero:
+        yield f"zero={setup.zero} shards nothing on one {'GPU' if setup.gpus == 1 else 'replica'}: give gpus="
     if (
         setup.training
         and setup.optimizer == "adamw"

@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from html import escape
 from importlib.util import find_spec
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from surokit import units
 from surokit.planner import GPUS
+from surokit.planner.counts.flops import Recompute
 from surokit.planner.counts.memory import Memory
 from surokit.planner.picture import BarPart, parts_of
 from surokit.planner.words import Line, verdict
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 NOT_GIVEN = "not given"
 _POWERS = {"batch": (1, 2**10), "length": (2**7, 2**17), "gpus": (1, 2**14)}
 _CHOICES: dict[str, dict[str, Any]] = {
-    "recompute": {name: name for name in ("none", "selective", "full")},
+    "recompute": {name: name for name in get_args(Recompute)},
     "optimizer": {name: name for name in ("adamw", "adamw8bit", "sgd")},
     "zero": {"0": 0, "1": 1, "2": 2, "3": 3},
 }

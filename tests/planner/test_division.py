@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 import surokit as sk
-from surokit.planner.counts.division import WHOLE, Division
+from surokit.planner.counts.division import WHOLE, Again, Division, sent_again
 from surokit.planner.counts.flops import count_flops
 from surokit.planner.inputs.configs import read_shape
 from tests.planner.families import fields
 from tests.refusals import refused
 
 EXPERTS = "qwen3-30b-a3b"
+NOTHING = Again()
 DENSE: dict[str, Any] = {"what": "llama-3-8b", "gpu": "H100", "batch": 1, "length": 4096, "layers": "transformers"}
 
 
@@ -99,6 +100,39 @@ def test_the_first_stage_keeps_micro_batches_in_flight():
     assert "activations in flight" not in [t.name for t in planned(gpus=2, pipeline_parallel=2, batch=8).memory.terms]
 
 
+def test_the_last_stage_of_an_interleaved_pipeline_waits_with_several():
+    whole = {"gpus": 4, "pipeline_parallel": 4, "accumulate": 16, "logits": "whole", "length": 512, "batch": 8}
+    shape, _ = read_shape("llama-3-8b")
+    first, last = Division(pipeline=4, virtual=2).stages(shape)
+    flight = [Division(pipeline=4, virtual=2).in_flight(stage, 16) for stage in (first, last)]
+    assert flight == [4 + 3 / 2, 5 / 2]
+    assert planned(**whole, virtual_stages=2).memory.gib > planned(**whole).memory.gib
+
+
+def test_gpus_that_share_layers_share_what_is_made_of_weights_and_see_all_keys():
+    head = [planned(gpus=t, tensor_parallel=t, logits="fused", length=8192).memory["logits"].most for t in (1, 8)]
+    assert head[1] < head[0] / 6
+    # a mask is over all keys, on each GPU
+    given: dict[str, Any] = {"what": "mistral-7b-v0.1", "length": 8192}
+    whole, half = (gib(planned(**given, gpus=t, tensor_parallel=t), "activations") for t in (1, 2))
+    mask = 32 * 8192**2 * 2 / 2**30
+    assert half == pytest.approx((whole - mask) / 2 + mask, rel=0.03)
+
+
+def test_zero_shards_adapters_over_all_that_have_them():
+    """Not over fewer, where no expert has an adapter."""
+    p = sk.plan(EXPERTS, gpus=8, expert_parallel=8, zero=1, gpu="H200", recipe=sk.BF16.lora(16, targets=("q_proj",)))
+    adapters = 16 * (2048 + 4096) * 48
+    assert gib(p, "optimizer") == adapters * 2 * 2 / 8 / 2**30
+
+
+def test_a_stage_without_experts():
+    config = fields("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[6, 7])
+    p = sk.plan(config, gpus=8, pipeline_parallel=4, gpu="H100", batch=1, length=64)
+    assert p.estimate is not None
+    assert p.estimate.by_group()["routing"] == 0  # the last stage has the head, and sets the pace
+
+
 def test_zero_shards_what_experts_leave():
     """An expert's states are sharded over the GPUs that have it: over all GPUs, nothing of an expert's is held twice."""
     given: dict[str, Any] = {"gpus": 8, "gpu": "H200", "batch": 1, "length": 2048}
@@ -146,40 +180,82 @@ def test_a_divided_step_takes_its_share_of_the_products():
     assert shared.estimate.speed_of_light < 1
 
 
+def sent(division: Division, shape: Any, again: Again = NOTHING, weight_gradients: bool = True) -> Any:
+    """What one GPU sends for 4,096 tokens in 16 bits, over 450 GB/s in a node of 8 and 50 GB/s between nodes."""
+    return division.exchange(
+        shape,
+        4096,
+        2,
+        again=again,
+        weight_gradients=weight_gradients,
+        peer_gb_s=450.0,
+        between_gb_s=50.0,
+        gpus_a_node=8,
+    )
+
+
 def test_what_gpus_send_each_other_between_layers():
     shape, _ = read_shape("llama-3-8b")
-    links: dict[str, Any] = {"peer_gb_s": 450.0, "between_gb_s": 50.0, "gpus_a_node": 8}
     row = 4096 * shape.width * 2  # bytes of 4,096 tokens
-    t = Division(tensor=4).exchange(shape, 4096, 2, gpus=4, again=False, weight_gradients=True, **links)
-    # 32 layers x (4 + 4 + 2), and the head's input: in forward, and twice in backward
-    assert t.bytes == 3 / 4 * row * (32 * 10 + 3)
-    assert t.forward_ms == pytest.approx(3 / 4 * row * (32 * 4 + 1) / 450e6)
-    frozen = Division(tensor=4).exchange(shape, 4096, 2, gpus=4, again=True, weight_gradients=False, **links)
-    assert frozen.bytes == 3 / 4 * row * (32 * 12 + 2)
-    p = Division(pipeline=4).exchange(shape, 4096, 2, gpus=16, again=False, weight_gradients=True, **links)
-    assert (p.bytes, p.forward_ms) == (2 * row, row / 50e6)  # over two nodes
+    t = sent(Division(tensor=4), shape)
+    # 32 layers x (4 + 4 + 2), and embedding and head: each in forward and in backward, the head's input once more
+    assert t.bytes == 3 / 4 * row * (32 * 10 + 5)
+    assert t.forward_ms == pytest.approx(3 / 4 * row * (32 * 4 + 2) / 450e6)
+    assert sent(Division(tensor=16), shape).forward_ms == pytest.approx(15 / 16 * row * (32 * 4 + 2) / 50e6)
+    frozen = sent(Division(tensor=4), shape, sent_again("full", 1.0, early_stop=False), weight_gradients=False)
+    assert frozen.bytes == 3 / 4 * row * (32 * 12 + 4)
+    # torch stops before the last scatter of a block
+    early = sent(Division(tensor=4), shape, sent_again("full", 0.5, early_stop=True), weight_gradients=False)
+    assert early.bytes == 3 / 4 * row * (32 * 8 + 32 * 3 / 2 + 4)
+    p = sent(Division(pipeline=4, virtual=2), shape)
+    assert (p.bytes, p.forward_ms) == (4 * row, 2 * row / 450e6)
     experts, _ = read_shape(EXPERTS)
-    e = Division(expert=8).exchange(experts, 4096, 2, gpus=8, again=False, weight_gradients=True, **links)
-    assert e.bytes == 7 / 8 * 4096 * experts.width * 2 * 8 * 48 * 4
-    assert WHOLE.exchange(shape, 4096, 2, gpus=8, again=False, weight_gradients=True, **links).bytes == 0
+    routed = 4096 * experts.width * 2 * 8 * 48  # 8 experts a token, 48 layers
+    e = sent(Division(expert=8), experts)
+    assert e.bytes == 7 / 8 * routed * 4
+    assert sent(Division(expert=8), experts, sent_again("mlp", 1.0, early_stop=True)).bytes == 7 / 8 * routed * 6
+    both = sent(Division(expert=2, tensor=2), experts)
+    own = 4096 * experts.width * 2
+    assert both.bytes == routed / 2 / 2 * 4 + own / 2 * (48 * (2 + 16) * 2.5 + 5)
+    assert sent(WHOLE, shape).bytes == 0
 
 
-def test_experts_gradients_are_summed_over_fewer_gpus():
+def test_experts_gradients_are_summed_over_the_gpus_that_have_them():
+    """Reduce-scatter and all-gather over 8 nodes, in each of which a GPU has experts of its own: all over its own network card."""
+    given: dict[str, Any] = {"gpu": "H100", "batch": 1, "length": 4096, "zero": 1, "between_gb_s": 50}
+    far = sk.plan(EXPERTS, gpus=64, expert_parallel=8, **given).estimate
     shape, _ = read_shape(EXPERTS)
     part = Division(expert=8).stages(shape)[0]
-    share = sum(w.parameters for w in part.projections if w.kind == "expert") / part.parameters
-    assert Division(expert=8).shared(part, 8) == pytest.approx(1 - share)  # each expert is on one GPU
-    assert Division(expert=4).shared(part, 8) == pytest.approx(1 - share * (1 - (1 / 2) / (7 / 8)))
-    assert WHOLE.shared(shape, 8) == 1
+    experts = sum(w.parameters for w in part.projections if w.kind == "expert") * 2
+    others = (part.parameters - experts / 2) * 2
+    over_nodes = 7 / 8 * 2 * (experts + others / 8) / 50e6
+    assert far is not None
+    assert far.communication.ms == pytest.approx(over_nodes + far.communication.between_layers_ms, rel=1e-3)
+    here = sk.plan(EXPERTS, gpus=8, expert_parallel=8, **given).estimate  # each expert is on one GPU
+    assert here is not None
+    assert here.communication.ms == pytest.approx(
+        7 / 8 * 2 * others / 450e6 + here.communication.between_layers_ms, rel=1e-3
+    )
+
+
+def test_what_is_sent_between_layers_hides_behind_each_micro_batch():
+    for zero in (0, 1, 2):
+        shared = [planned(gpus=8, tensor_parallel=2, zero=zero, accumulate=n).estimate for n in (1, 32)]
+        late = [e.communication.waited_ms for e in shared]
+        assert [e.exposed_ms for e in shared] == late  # no more than the gradients'
 
 
 def test_links_that_are_not_known_are_said():
-    sent = planned(gpu="RTX-4090", gpus=2, tensor_parallel=2).estimate.communication
-    assert sent.ms is None
-    assert "give Gpu(peer_gb_s=)" in sent.how
-    far = planned(gpus=16, tensor_parallel=16).estimate.communication
-    assert "give between_gb_s=" in far.how
-    assert "without communication" in planned(gpus=16, tensor_parallel=16).likely.how
+    p = planned(gpu="RTX-4090", gpus=2, tensor_parallel=2)
+    assert p.estimate.communication.ms is None
+    assert "give Gpu(peer_gb_s=)" in p.estimate.communication.how
+    assert p.likely is None  # it would be that of a GPU that waits for nothing
+    far = planned(gpus=16, tensor_parallel=8, pipeline_parallel=2)
+    assert "give between_gb_s=" in far.estimate.communication.how
+    assert far.likely is None
+    assert far.but(between_gb_s=50).likely.step_ms > 0
+    # gradients alone hide for the most part
+    assert "without communication" in planned(gpus=16).likely.how
 
 
 def test_likely_times_of_experts_say_how_unsure_they_are():
@@ -217,10 +293,32 @@ def test_questions_keep_the_division():
     assert p.recipes(["bf16", "fp8"]).speedup.iloc[-1] > 1
 
 
+@pytest.mark.parametrize("more", [{"recompute": "full", "recompute_blocks": 4}, {"offload_states": True}], ids=str)
+def test_questions_of_other_steps_take_back_what_does_not_go_with_them(more):
+    p = planned(**more)
+    host = sk.planner.Host(link_gb_s=25, adam_params_s=1e9)
+    assert p.faster().ways
+    assert p.but(batch=8).fitting(host=host).ways
+    assert p.streamed(host).step_ms > 0
+    assert p.offload(host).table().shape[0] == 3
+    assert p.serving(128, 16, 1).token_ms > 0
+    assert p.largest("layers") >= 4
+    assert p.but(recompute=None).setup.recompute == "none"
+
+
+def test_a_divided_plan_serves_as_a_whole_and_has_enough_layers():
+    p = planned(gpus=4, pipeline_parallel=4)
+    assert p.serving(128, 16, 1).token_ms == planned().serving(128, 16, 1).token_ms
+    assert p.largest("layers") > 32
+    assert p.but(virtual_stages=2).largest("layers") % 8 == 0
+    assert any("shards nothing on one replica" in note for note in planned(gpus=2, tensor_parallel=2, zero=3).notes)
+
+
 @pytest.mark.parametrize(
     "given",
     [
         {"what": 8e9, "gpus": 2, "tensor_parallel": 2, "layers": None},
+        {"what": "qwen2.5-32b", "gpus": 5, "tensor_parallel": 5},
         {"tensor_parallel": 2},
         {"gpus": 6, "tensor_parallel": 4},
         {"gpus": 24, "tensor_parallel": 3},
@@ -257,6 +355,9 @@ def test_some_blocks_are_computed_again():
     kept = [gib(p, "activations") for p in (none, some, every)]
     assert kept[1] == pytest.approx(kept[0] * 3 / 4 + kept[2] / 4, rel=0.01)
     assert planned(recompute="full", recompute_blocks=32).setup == every.setup
+    # what is on its way to the host are activations of blocks that are not computed again
+    given: dict[str, Any] = {"batch": 8, "offload_activations": True, "recompute": "full"}
+    assert planned(**given, recompute_blocks=16).memory.gib > planned(**given).memory.gib
 
 
 def test_feed_forwards_are_computed_again():

@@ -105,9 +105,9 @@ def test_errors_of_runs_that_were_left_out():
     assert median(errors(STATED)) <= 0.12
     assert at(errors(STATED), 0.9) <= 0.25
     # a tenth are Surogate's on an H100, which take a second whatever the model
-    assert at(errors(DENSE), 0.9) <= 0.30
+    assert at(errors(DENSE), 0.9) <= 0.27
     # experts: from one version of a program to the next by twice, and some were not grouped at all
-    assert at(errors(RUNS), 0.9) <= 0.36
+    assert at(errors(RUNS), 0.9) <= 0.30
 
 
 def test_a_new_publisher_is_met_as_well():
@@ -124,10 +124,10 @@ def test_the_interval_holds_most_runs_and_is_narrow():
 
 
 def test_the_bound_is_a_bound():
-    """Of the runs that state what they computed again one is faster, by 2.5 %: on a card that clocks above its datasheet."""
+    """Of the runs that state what they computed again two are faster, by 3 and 4 %: GeForce cards clock above their datasheet."""
     faster = [row["measured_ms"] / row["bound_ms"] for row in STATED if row["measured_ms"] < row["bound_ms"]]
-    assert len(faster) <= 1
-    assert all(ratio > 0.97 for ratio in faster)
+    assert len(faster) <= 2
+    assert all(ratio > 0.95 for ratio in faster)
     assert median(row["measured_ms"] / row["bound_ms"] for row in RUNS) <= 1.65
 
 
@@ -197,6 +197,31 @@ def test_a_likely_step_is_longer_than_the_datasheets():
     low, high = plan.likely.spread
     assert 0.7 < low < 1 < high < 1.5
     assert any(line.term == "step, likely" and line.kind == "prediction" for line in plan.lines())
+
+
+def test_a_likely_step_says_what_it_is_made_of():
+    given: dict[str, Any] = {"gpu": "H100", "batch": 1, "length": 2048, "layers": "transformers"}
+    plans = [
+        planned("llama-3.1-8b", **given),
+        planned("qwen3-0.6b", **{**given, "length": 128}),
+        planned("llama-3.1-8b", gpus=8, tensor_parallel=8, **{**given, "length": 16384, "engine": "fused"}),
+        planned("llama-3.1-8b", optimizer="offloadadamw", **given),
+    ]
+    for plan in plans:
+        assert sum(plan.likely.made_of.values()) == pytest.approx(plan.likely.step_ms)
+        assert all(ms > 0 for ms in plan.likely.made_of.values())
+    most = [max(plan.likely.made_of, key=plan.likely.made_of.get) for plan in plans]
+    assert most == ["products", "launches", "communication", "on the host"]
+    lines = {line.term.strip(): line.value for line in plans[0].lines() if line.group == "a step, likely"}
+    assert plans[0].likely.made_of.items() <= lines.items()
+
+
+def test_an_adapter_takes_less_time_than_training_all():
+    """Its base has no gradient of a weight; most published runs with adapters are of a source that does not state recompute."""
+    given: dict[str, Any] = {"gpu": "H100", "batch": 1, "length": 4096}
+    for engine in ("eager", "compiled", "fused"):
+        every, some = (planned("llama-3.1-8b", engine=engine, recipe=r, **given) for r in (None, sk.BF16.lora(16)))
+        assert some.likely.step_ms < every.likely.step_ms
 
 
 def test_engines_order_a_step():

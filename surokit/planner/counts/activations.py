@@ -24,6 +24,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 from surokit.fusion import Fusion
+from surokit.planner.counts.division import Division
 from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, repeated_products
 from surokit.planner.counts.tape import KEPT, LOGITS, Moment, Tape, Value
 from surokit.planner.inputs.shape import Shape
@@ -86,6 +87,8 @@ class StepSetup(Protocol):
     def repeats(self) -> Recompute: ...
     @property
     def recompute_blocks(self) -> int | None: ...
+    @property
+    def division(self) -> Division: ...
     @property
     def logits(self) -> Literal["fused", "whole"]: ...
     @property
@@ -152,6 +155,9 @@ class _Model:
     ) -> None:
         self.tape, self.shape, self.recipe, self.step = tape, shape, recipe, step
         self.batch, self.length, self.tokens, self.w = batch, length, batch * length, width
+        # GPUs that share the layers have their part of the tokens, of what is made of weights, and see all keys
+        self.shared_by = step.division.tensor
+        self.keys = length * self.shared_by
         self.places = {p.weight.name: p for p in places}
         self.trains = step.training and not frozen(recipe)
         self.fused_loss = step.logits == "fused"
@@ -173,7 +179,7 @@ class _Model:
 
     @cached_property
     def head_gradient(self) -> float:
-        return self.shape.embedding_parameters * self.w if self.trains else 0.0
+        return self.shape.embedding_parameters / self.shared_by * self.w if self.trains else 0.0
 
     # -- the whole
 
@@ -213,14 +219,14 @@ class _Model:
         return BlockKind(
             frozenset(name for name, place in self.places.items() if layer in place.layers),
             layer in self.shape.expert_layers,
-            window is not None and window < self.length,
+            window is not None and window < self.keys,
             self.step.recompute_blocks is None or layer < self.step.recompute_blocks,
         )
 
     @property
     def mask(self) -> float:
         """Return the bytes of a mask over all keys, as the numbers that attention adds to its scores."""
-        return float(self.length * self.length * self.w)
+        return float(self.keys * self.keys * self.w)
 
     @property
     def keeps_scores(self) -> bool:
@@ -261,7 +267,7 @@ class _Model:
             keeps=(ids,),
             weight=gradient if self.trains and not tied else 0.0,
             trains=self.trains,
-            back_scratch=gradient if tied else 0.0,
+            back_scratch=gradient / self.shared_by if tied else 0.0,
         )
 
     # -- products
@@ -328,14 +334,15 @@ class _Model:
     def temporaries(self, n: int, k: int, rows: int) -> tuple[float, float]:
         """Return the bytes that quantizing the operands, or decoding a stored weight, takes in forward and in backward."""
         recipe, storage = self.recipe, getattr(self.recipe, "storage", None)
+        weight = n * k / self.shared_by
         forward = back = 0.0
         if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
-            forward = back = _DECODING.get(type(storage.scaling), 4.0) * n * k
+            forward = back = _DECODING.get(type(storage.scaling), 4.0) * weight
         if recipe.forward.quantized:
-            forward = max(forward, self._scratch(recipe.forward, rows * k, n * k))
+            forward = max(forward, self._scratch(recipe.forward, rows * k, weight))
             back = max(
                 back,
-                self._scratch(recipe.grad_input, rows * n, n * k),
+                self._scratch(recipe.grad_input, rows * n, weight),
                 self._scratch(recipe.grad_weight, rows * n, rows * k) if self.trains else 0.0,
             )
         return forward, back
@@ -437,9 +444,8 @@ class _Model:
         working = rows * s.width * (self.w + 4.0) if self.on_cpu else 0.0
         summed = 0.0
         if self.trains and rows < self.tokens:  # a float32 sum over chunks beside each chunk's own gradient
-            summed = 4.0 * s.embedding_parameters + (
-                max(4.0 if self.on_cpu else 0.0, self.w) * s.embedding_parameters if self.w == 2 else 0.0
-            )
+            each = 4.0 + (max(4.0 if self.on_cpu else 0.0, self.w) if self.w == 2 else 0.0)
+            summed = each * s.embedding_parameters / self.shared_by
         elif self.trains and self.w == 2 and self.on_cpu:  # a CPU divides by way of float32
             summed = 8.0 * s.embedding_parameters
         # backward scales both gradients by the loss's own, so each is there twice for a moment
@@ -448,7 +454,7 @@ class _Model:
             0.0,
             extra=self.of(s.width) + self.head_gradient,
             scratch=chunk + max(working, summed),
-            weight=self.head_gradient,
+            weight=self.head_gradient * self.shared_by,  # of which this GPU has its share
             kind=LOGITS,
             drops=(x,),
         )
@@ -481,7 +487,7 @@ class _Model:
             (x,),
             self.of(s.vocab),
             keeps=(x,) if self.trains else (),
-            weight=self.head_gradient,
+            weight=self.head_gradient * self.shared_by,
             kind=LOGITS,
             drops=(x,),
         )

@@ -21,7 +21,7 @@ that share a model exchange between its layers (division.py) is taken to overlap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surokit import arguments
 from surokit.planner.counts.division import NO_EXCHANGE, Exchange
@@ -105,14 +105,30 @@ def communicate(
     link = max(links, key=lambda rate: links[rate])
     each = links[link]
     ms = each * (in_forward + in_backward + late) + between
-    ways = (
-        (in_forward * each, exchange.forward_ms, forward_ms),
-        (in_backward * each, exchange.backward_ms, backward_ms),
-    )
-    exposed = late * each + sum(max(0.0, sends + more - computes) for sends, more, computes in ways)
-    waited = late * each + sum(max(0.0, sends - computes) for sends, _, computes in ways)
+    # gradients that are sent once meet the last backward, and what is sent between layers each of them
+    last = a if zero <= 1 else 1
+    more = exchange.backward_ms / last
+    exposed = late * each + max(0.0, in_forward * each + exchange.forward_ms - forward_ms)
+    exposed += max(0.0, in_backward * each + more - backward_ms) + (last - 1) * max(0.0, more - backward_ms)
+    waited = late * each + max(0.0, in_forward * each - forward_ms) + max(0.0, in_backward * each - backward_ms)
     how += f", bound by the link of {link:g} GB/s{f'; {exchange.how}' * bool(exchange.how)}; the rest behind the passes"
     return Communication(sent, ms, exposed, link, how, between, waited)
+
+
+def both(one: Communication, other: Communication) -> Communication:
+    """Add up what is sent over two sets of GPUs."""
+    if not other.bytes:
+        return one
+    sent = one.bytes + other.bytes
+    if one.ms is None or other.ms is None or one.exposed_ms is None or other.exposed_ms is None:
+        return replace(one if one.ms is None else other, bytes=sent)
+    return replace(
+        one,
+        bytes=sent,
+        ms=one.ms + other.ms,
+        exposed_ms=one.exposed_ms + other.exposed_ms,
+        waited_ms=one.waited_ms + other.waited_ms,
+    )
 
 
 # -- how a measured run scales

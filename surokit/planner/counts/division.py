@@ -5,19 +5,21 @@
     pipeline    p GPUs have layers / p each, one after the other, and compute micro-batches in the order 1F1B (arXiv 2104.04473):
                 with m of them a step takes 1 + (p - 1) / m times as long as its micro-batches do, and the first GPU keeps the
                 activations of p micro-batches;
-                where each has its layers in v parts (interleaved), the pipeline fills v times as fast, and the first GPU keeps
-                (p - 1) / v micro-batches more
+                where each has its layers in v parts (interleaved), the pipeline fills v times as fast, the first GPU keeps
+                (p - 1) / v micro-batches more, and the last ((v - 1) p + 1) / v
     expert      e GPUs have 1 / e of each layer's experts, and send each token to those of its experts (arXiv 2006.16668); they are
                 among the data-parallel ones, so that a gradient of an expert is summed over 1 / e of these
 
+GPUs that share a model are taken to be of one node where so many fit; then the data-parallel ones spread over nodes.
 The others, gpus / (t p), are data-parallel. Tokens are taken to be spread over the experts evenly. A stage of the pipeline counts
 its own layers from 0 where a recipe keeps some by their number.
 
 Bytes that a GPU sends for a micro-batch of T tokens, width d and w bytes an element, with k experts a token:
 
     tensor      (t-1)/t T d w: gathered before, scattered after attention and feed-forward, 4 a layer in forward and 4 in backward,
-                which gathers both inputs once more for the gradients of the weights; the head gathers as well
-    expert      (e-1)/e T k d w: to the experts and back, 2 a layer in forward and 2 in backward
+                which gathers both inputs once more for the gradients of the weights; the embedding scatters, the head gathers; of
+                routed tokens k times as many are gathered and scattered
+    expert      (e-1)/e T k d w / t: to the experts and back, 2 a layer in forward and 2 in backward
     pipeline    v T d w / t to the next stage, and as much back
 """
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from surokit.planner.counts.flops import Recompute
 from surokit.planner.inputs.shape import Shape
 
 
@@ -40,6 +43,25 @@ class Exchange:
 
 
 NO_EXCHANGE = Exchange()
+
+
+@dataclass(frozen=True)
+class Again:
+    """An Again holds the shares of what layers send in forward that backward sends again: around attention, around the
+    feed-forward, and to experts."""
+
+    attention: float = 0.0
+    feed_forward: float = 0.0
+    experts: float = 0.0
+
+
+def sent_again(repeats: Recompute, blocks: float, early_stop: bool) -> Again:
+    """Return what backward sends again where a share of the blocks is computed again; an early stop leaves out what a block ends
+    with."""
+    ends = 0.5 if early_stop else 1.0
+    if repeats == "full":
+        return Again(blocks, blocks * ends, blocks)
+    return Again(0.0, blocks * ends, blocks) if repeats == "mlp" else Again()
 
 
 @dataclass(frozen=True)
@@ -90,29 +112,14 @@ class Division:
 
     def in_flight(self, stage: Shape, micro_batches: int) -> float:
         """Return how many micro-batches' activations a stage keeps at a time."""
-        most = self.pipeline + (self.pipeline - 1) * (self.virtual > 1) / self.virtual
-        return 1 if stage.has_head else min(most, micro_batches)
+        p, v = self.pipeline, self.virtual
+        if stage.has_head:  # of an interleaved pipeline, all parts but the last wait for the first backward
+            return min(((v - 1) * p + 1) / v, micro_batches)
+        return min(p + (p - 1) * (v > 1) / v, micro_batches)
 
     def fill(self, micro_batches: int) -> float:
         """Return how many times as long as its micro-batches a step takes, while the pipeline fills and empties."""
         return 1 + (self.pipeline - 1) / micro_batches / self.virtual
-
-    def widens(self, part: Shape) -> float:
-        """Return how many times its own parameters a GPU shards with the others: they have other experts."""
-        return 1 + (self.expert - 1) * self._experts(part)
-
-    @staticmethod
-    def _experts(part: Shape) -> float:
-        """Return the share of a part's parameters that is in routed experts."""
-        return sum(w.parameters for w in part.projections if w.kind == "expert") / part.parameters
-
-    def shared(self, part: Shape, replicas: int) -> float:
-        """Return the share of what `replicas` GPUs would send each other of a part's gradients, since experts are summed over fewer
-        GPUs."""
-        if self.expert == 1 or replicas == 1:
-            return 1.0
-        experts, fewer = self._experts(part), replicas / self.expert
-        return 1 - experts * (1 - (fewer - 1) / fewer / ((replicas - 1) / replicas))
 
     def exchange(
         self,
@@ -120,8 +127,7 @@ class Division:
         tokens: int,
         width: int,
         *,
-        gpus: int,
-        again: bool,
+        again: Again,
         weight_gradients: bool,
         peer_gb_s: float | None,
         between_gb_s: float | None,
@@ -129,20 +135,23 @@ class Division:
     ) -> Exchange:
         """Count what a GPU sends between layers for `tokens`, those of all micro-batches of a step, and its time.
 
-        stage       of whole width; width: bytes an element; again: layers are computed again in backward
-        gpus        of the whole run; rates are in GB/s, within a node and of one GPU between nodes
+        stage       of whole width; width: bytes an element; again: what backward sends once more
+        rates are in GB/s, within a node and of one GPU between nodes
         """
         t, e, p = self.tensor, self.expert, self.pipeline
         row = float(tokens * stage.width * width)
-        once, head = (t - 1) / t * row, int(stage.has_head)
-        regathered = 2 * stage.layers + head if weight_gradients else 0
-        chosen = stage.experts.chosen if stage.experts is not None else 0
-        routed = (e - 1) / e * row * chosen * len(stage.expert_layers) * 2
+        once, head, words = (t - 1) / t * row, int(stage.has_head), int(stage.has_embedding)
+        routed, chosen = len(stage.expert_layers), stage.experts.chosen if stage.experts is not None else 0
+        # a layer's collectives around attention, and around the feed-forward
+        inner, outer = 2.0 * stage.layers, 2.0 * (stage.layers - routed + routed * chosen)
+        regathered = (inner + outer) / 2 + head if weight_gradients else 0.0
+        repeated = again.attention * inner + again.feed_forward * outer
+        sends = (e - 1) / e * row * chosen / t * routed * 2
         # (GPUs that exchange, bytes in forward, bytes in backward)
         parts = (
-            (t, (4 * stage.layers + head) * once, (4 * stage.layers * (1 + again) + head + regathered) * once),
-            (t * e, routed, routed * (1 + again)),
-            (gpus, (p > 1) * self.virtual * row / t, (p > 1) * self.virtual * row / t),
+            (t, (inner + outer + head + words) * once, (inner + outer + repeated + head + words + regathered) * once),
+            (t * p * e, sends, sends * (1 + again.experts)),
+            (t * p, (p > 1) * self.virtual * row / t, (p > 1) * self.virtual * row / t),
         )
         sent = forward = backward = 0.0
         unknown = ""
@@ -177,5 +186,5 @@ def _layers_from(shape: Shape, start: int, n: int) -> Shape:
         shape,
         layers=n,
         window_layers=None if windows is None else own(windows),
-        experts=None if e is None else replace(e, layers=own(e.layers)),
+        experts=replace(e, layers=own(e.layers)) if e is not None and own(e.layers) else None,
     )

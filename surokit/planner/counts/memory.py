@@ -178,8 +178,8 @@ class Setup:
     not). `trained` is the part of a live model that trains; without it the recipe decides. `engine` says who makes the kernels:
     PyTorch, torch.compile, or a hand. `attention_kernel` is torch's scaled_dot_product_attention or a faster one.
     With `in_backward` each weight is updated as its gradient arrives, and the gradient freed. `division` says how the model itself
-    is divided over GPUs, and `shards` over how many ZeRO shards, where that is not all data-parallel ones (None): these may have
-    different experts.
+    is divided over GPUs, and `shards` over how many ZeRO shards what trains and the weights, where these are not all data-parallel
+    ones (None), which may have different experts.
     """
 
     dtype: str = "bf16"
@@ -211,7 +211,7 @@ class Setup:
     attention_kernel: AttentionKernel = "sdpa"
     in_backward: bool = False
     division: Division = WHOLE
-    shards: float | None = None
+    shards: tuple[float, float] | None = None
 
     @property
     def replicas(self) -> int:
@@ -220,13 +220,16 @@ class Setup:
 
     def shards_from(self, stage: int) -> float:
         """Return the number of GPUs over which ZeRO shards what it shards from `stage` on; 1 where it does not."""
-        return 1 if self.replicas == 1 or self.zero < stage else self.shards or self.replicas
+        if self.replicas == 1 or self.zero < stage:
+            return 1
+        return self.replicas if self.shards is None else self.shards[stage >= 3]
 
-    def of_part(self, part: Shape) -> Setup:
+    def of_part(self, part: Shape, recipe: Any) -> Setup:
         """Return the setup of one GPU's part of a divided model."""
         blocks = self.recompute_blocks
         blocks = None if blocks is None else -(-blocks // self.division.pipeline)
-        return replace(self, shards=self.replicas / self.division.widens(part), recompute_blocks=blocks)
+        trained, held = (self.replicas / (1 + (self.division.expert - 1) * share) for share in experts_of(part, recipe))
+        return replace(self, shards=(trained, held), recompute_blocks=blocks)
 
     @property
     def offloads(self) -> str:
@@ -255,6 +258,17 @@ class Setup:
         return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
 
+def experts_of(part: Shape, recipe: Any) -> tuple[float, float]:
+    """Return the shares of routed experts in what trains of a part, and in all of its parameters."""
+    places = placements(part, recipe)
+    experts = [place for place in places if place.weight.kind == "expert"]
+    held = sum(place.weight.parameters for place in experts) / part.parameters
+    if not frozen(recipe):
+        return held, held
+    adapters = sum(place.adapter_parameters for place in places)
+    return sum(place.adapter_parameters for place in experts) / max(adapters, 1), held
+
+
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
     """Count the memory of one GPU. A number of parameters has that of a typical shape (typical.py) if batch and length are given;
     without them only the states are counted, and a recipe's storage applies to every parameter."""
@@ -269,7 +283,7 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
 def _memory(stage: Shape, recipe: Any, setup: Setup) -> Memory:
     """Count the memory of a GPU that has its part of a pipeline's stage."""
     part = setup.division.narrow(stage)
-    return _count(part, stage, part.parameters, recipe, setup.of_part(part))
+    return _count(part, stage, part.parameters, recipe, setup.of_part(part, recipe))
 
 
 def _count(shape: Shape | None, stage: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
@@ -516,7 +530,11 @@ def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, 
 def _shards(setup: Setup, stage: int) -> tuple[float, str]:
     """Return the number of GPUs that a term is divided over if ZeRO shards it from `stage` on, and a phrase that says so."""
     shards = setup.shards_from(stage)
-    return shards, f" / {shards:.10g} (ZeRO {setup.zero})" if shards > 1 else ""
+    if shards == 1:
+        return 1, ""
+    whole = shards == round(shards)
+    over = f"{shards:.10g}" if whole else f"{shards:.2f}, experts over fewer GPUs"
+    return shards, f" / {over} (ZeRO {setup.zero})"
 
 
 def _states(trained: float, setup: Setup) -> list[Term]:
@@ -641,7 +659,7 @@ def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement,
     """Return the most bytes of activations on the device where they are offloaded: a block's, and those on their way, which are
     inputs of blocks that are computed again, else as much as a block's."""
     block = _replayed(shape, recipe, replace(setup, recompute="none"), places, False).kept / shape.layers
-    if setup.recompute != "full":
+    if setup.recompute != "full" or setup.recompute_blocks is not None:
         return 2 * block
     return block + ON_THEIR_WAY * _input_bytes(shape, setup)
 

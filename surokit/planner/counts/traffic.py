@@ -142,11 +142,14 @@ class MicroBatch:
         self.width = DTYPE_BYTES[setup.dtype]
         self.base_trains = setup.training and not frozen(recipe)
         self.places = {place.weight.name: place for place in placements(shape, recipe)}
-        adapted = any(place.rank for place in self.places.values())
-        self.backward = self.base_trains or (setup.training and adapted)
+        has_adapter = any(place.rank for place in self.places.values())
+        self.backward = self.base_trains or (setup.training and has_adapter)
         self.blocks_again = 1.0 if setup.recompute_blocks is None else setup.recompute_blocks / shape.layers
         self.again = self.blocks_again * (self.backward and setup.repeats != "none")
         self.ends = self._ends()
+        adapted = {name: place.weight.active for name, place in self.places.items() if place.rank}
+        in_mlp = sum(active for name, active in adapted.items() if name.startswith("mlp."))
+        self.adapted_in_mlp = in_mlp / max(sum(adapted.values()), 1)
         # below a frozen first block nothing wants a gradient: its norm and its skip have none
         self.blind = int(self.backward and not self.base_trains)
         # a calibration may have measured a CPU although the setup is for CUDA
@@ -170,13 +173,14 @@ class MicroBatch:
         last = last_products(self.shape, tuple(self.places.values()))
         sums = sum(place.weight.active for place in self.places.values() if place.rank)
         ending = [place for name, place in self.places.items() if last & {name, f"{name}.lora_B"}]
-        blocks = sum(len(place.weight.layers) for place in ending)
         adapters = sum(place.weight.active for place in ending if place.rank)
-        return {"residual": blocks / (2 * self.shape.layers), "adapter's sums": adapters / max(sums, 1)}
+        return {"residual": 0.5, "adapter's sums": adapters / max(sums, 1)}
 
     def repeated(self, module: str) -> float:
         """Return the share of an operation between products that backward computes again."""
         if self.setup.repeats == "mlp":
+            if module.startswith("adapter's"):
+                return self.again * self.adapted_in_mlp
             return self.again * (module in _OF_MLP)
         if self.setup.early_stop and self.setup.repeats == "full":
             return self.again * (1 - self.ends.get(module, 0.0))
@@ -233,7 +237,7 @@ class MicroBatch:
                 once=kernel.role == "w" and self.keeps_codes,
             )
             yield load
-            if kernel.step == "forward" and repeated:
+            if kernel.step == "forward" and repeated and not load.once:
                 parts = load.flop * repeated, load.bytes * repeated, load.launches * repeated
                 yield replace(load, step="recompute", flop=parts[0], bytes=parts[1], launches=parts[2])
 

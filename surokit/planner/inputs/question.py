@@ -98,12 +98,17 @@ class Question:
         return {name: value for name, value in values.items() if value is not None}
 
     def but(self, **changes: Any) -> Question:
-        """Return the question with other arguments; an argument that is None gets its default again."""
+        """Return the question with other arguments; an argument that is None gets its default again.
+
+        How many blocks are computed again goes with a change after which none are, or all.
+        """
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
         for name in changes:
             if defaults.get(name, MISSING) is MISSING:
                 why = "multiple values for" if name == "what" else "an unexpected keyword"
                 raise TypeError(f"plan() got {why} argument {name!r}")
+        if changes.get("recompute", "full") in (None, "none") or changes.get("offload_weights"):
+            changes = {"recompute_blocks": None, **changes}
         return replace(self, **{name: defaults[name] if value is None else value for name, value in changes.items()})
 
 
@@ -316,12 +321,19 @@ def _read_blocks(q: Question, shape: Shape | None, prefetch: int, recompute: Rec
     """Return how many blocks are computed again; None for all."""
     if q.recompute_blocks is None:
         return None
-    blocks = arguments.integer("recompute_blocks", q.recompute_blocks)
-    if shape is None or recompute == "none" or prefetch or blocks > shape.layers:
-        why = f"the model has {shape.layers} blocks" if shape is not None else "a number of parameters has no blocks"
-        why = "recompute= is not given" if recompute == "none" else why
-        why = "offload_weights computes all of them again" if prefetch else why
-        raise ValueError(f"recompute_blocks={blocks} says how many blocks are computed again, and {why}: leave it out.")
+    blocks, remedy = arguments.integer("recompute_blocks", q.recompute_blocks), "leave it out"
+    why = ""
+    if shape is None:
+        why = "a number of parameters has no blocks"
+    elif prefetch:
+        why = "offload_weights computes all of them again"
+    elif recompute == "none":
+        why, remedy = "nothing is", "give recompute='full' with it"
+    elif blocks > shape.layers:
+        why, remedy = f"the model has {shape.layers}", "give at most as many"
+    if why:
+        raise ValueError(f"recompute_blocks={blocks} says how many blocks are computed again, and {why}: {remedy}.")
+    assert shape is not None
     return None if blocks == shape.layers else blocks
 
 
@@ -333,14 +345,24 @@ def _read_division(q: Question, shape: Shape | None, gpus: int, fusion: Fusion) 
     if not division.divides:
         return division
     experts = shape.experts.count if shape is not None and shape.experts is not None else 0
-    heads, layers = (shape.heads, shape.layers) if shape is not None else (0, 0)
+    heads, keys, layers = (shape.heads, shape.kv_heads, shape.layers) if shape is not None else (0, 1, 0)
     wrong = [
         (shape is None, "a number of parameters has no layers to divide", "plan with a config or a model"),
         (not q.training, "a plan without training is of one GPU", "leave it out"),
         (fusion.fuses, "surokit's fused layers are not divided", "leave fusion= out"),
         (gpus % (t * p) != 0, f"{gpus:,} GPUs are no multiple of {t * p}", "give gpus= that many, or a multiple"),
         (bool(heads % t), f"{heads} heads are not divided by {t}", "give a divisor of the heads"),
-        (p * division.virtual > layers, f"there are {layers} layers", "give at most as many"),
+        (
+            bool(keys % t and t % keys),
+            f"{keys} heads of keys and values are not divided by {t}",
+            "give a divisor of them",
+        ),
+        (p > layers, f"there are {layers} layers", "give at most as many"),
+        (
+            division.virtual > 1 and layers % (p * division.virtual) != 0,
+            f"{layers} layers make no {p * division.virtual} parts",
+            "give a divisor",
+        ),
         (p == 1 < division.virtual, "virtual stages are parts of a pipeline's", "give pipeline_parallel="),
         (e > 1 and not experts, "the model has no experts", "leave it out"),
         (bool(experts % e), f"{experts} experts are not divided by {e}", "give a divisor of the experts"),

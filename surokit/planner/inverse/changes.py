@@ -54,11 +54,19 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
         yield smaller_batch(plan, space)
     if s.training and s.replicas > 1:
         for stage in range(s.zero + 1, 3):
-            yield Change({"zero": stage}, "no more traffic between GPUs (arXiv 1910.02054)")
+            after_each = stage == 2 and s.accumulate > 1
+            costs = (
+                "traffic between GPUs: gradients after each micro-batch"
+                if after_each
+                else "no more traffic between GPUs"
+            )
+            yield Change({"zero": stage}, f"{costs} (arXiv 1910.02054)")
     if s.training and s.optimizer == "adamw":
         yield Change({"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)")
     if s.training and s.replicas > 1 and s.zero < 3:
         traffic = "half as much traffic between GPUs again (arXiv 1910.02054)"
+        if s.accumulate > 1:
+            traffic = "traffic between GPUs: weights and gradients in each micro-batch (arXiv 1910.02054)"
         if frozen(plan.recipe):
             traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
         yield Change({"zero": 3}, traffic)

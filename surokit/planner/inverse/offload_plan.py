@@ -78,7 +78,7 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
     host, known = _host(plan, host, "streamed")
     if plan.shape is None:
         raise ValueError("A number of parameters has no blocks to stream: plan with a config or a model.")
-    again = plan.but(offload_weights=prefetch or plan.setup.prefetch or True)
+    again = plan.but(offload_weights=prefetch or plan.setup.prefetch or True, offload_states=None)
     setup, recipe = again.setup, plan.recipe
     blocks = blocks_of(plan.shape, recipe, setup)
     assert blocks is not None

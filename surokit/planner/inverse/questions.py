@@ -58,7 +58,13 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
     room = memory_budget(plan, gib)
     at = _varied(plan, what)
     unit = arguments.integer("multiple", multiple)
-    first = -(-_LEAST.get(what, 1) // unit)
+    fewest = _LEAST.get(what, 1)
+    if what == "layers":  # as many as are divided, or computed again
+        divided = plan.setup.division
+        parts = divided.pipeline * (divided.virtual if divided.virtual > 1 else 1)
+        fewest = max(fewest, parts, plan.setup.recompute_blocks or 1)
+        unit = math.lcm(unit, parts if divided.virtual > 1 else 1)
+    first = -(-fewest // unit)
     positions = plan.shape.positions if what == "length" and plan.shape is not None else 0
     last = (positions or _MOST[what]) // unit
     if first > last:

@@ -195,7 +195,7 @@ def _space(plan: Plan, gib: float | None, host: Host | None) -> Space:
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -> str:
     """Say why no remedy suffices, and what else might."""
     cure = "take a smaller model, shorter sequences or a GPU with more memory"
-    if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.gpus > 1):
+    if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.replicas > 1):
         cure += ", or more GPUs with zero=3"
     left = f"all remedies together leave {_takes(together)}" if tries else "there is no remedy"
     if not space.hosts(together.memory):

@@ -217,7 +217,9 @@ def serving(
             "serving() reads weights from the GPU at every token, and offload_weights keeps them on the host: leave it out."
         )
     step_of_one = {"training": False, "logits": "fused", "batch": 1, "length": prompt, "accumulate": 1}
-    forward = plan.but(**step_of_one, gpus=1, zero=0, tokens=None, recompute=None, offload_activations=None)
+    of_training = ("tokens", "recompute", "offload_activations", "offload_states")
+    of_many = ("gpus", "zero", "tensor_parallel", "pipeline_parallel", "expert_parallel", "virtual_stages")
+    forward = plan.but(**step_of_one, **dict.fromkeys((*of_training, *of_many)))
     if missing := why_no_estimate(forward.shape, forward.compute, forward.setup, forward.gpu):
         raise ValueError(f"serving() cannot tell: {missing}")
     shape, gpu = forward.shape, forward.gpu

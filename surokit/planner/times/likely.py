@@ -121,6 +121,8 @@ class Likely:
 
     tokens, model_flop  of the step, over all GPUs and on one
     how                 what the factors were fitted to, in words
+    made_of             ms by what the step does, which sum to it: "launches" are what the host adds to the device's time, "gaps"
+                        are between kernels, "communication" is what the step waits for, "on the host" what waits there
     """
 
     step_ms: float
@@ -129,6 +131,7 @@ class Likely:
     tokens: int
     model_flop: float
     how: str
+    made_of: Mapping[str, float]
 
     @property
     def tokens_per_s(self) -> float:
@@ -159,21 +162,21 @@ def likely_step(
         raise ValueError(f"The rates of {gpu.name} were measured: its estimate is a prediction already.")
     reached = _reached()
     engine, factors = setup.engine, factors_for(gpu, setup, reached)
-    ms = slowest = float(step_ms(terms_of(estimate, gpu), factors))
+    terms = terms_of(estimate, gpu)
+    ms = slowest = float(step_ms(terms, factors))
     if with_host is not None:
         host = published_host(gpu, setup.gpus)
         slow = replace(host, adam_params_s=host.adam_params_s / SLOWER_HOSTS)
         ms, slowest = with_host(ms, host), with_host(ms, slow)
     seen, low, high = interval(gpu, engine, reached, experts=experts)
-    runs = "runs" if seen != 1 else "run"
-    how = (
-        f"fitted to {seen} published {runs} of {gpu.name}, {engine}"
-        if seen
-        else f"no published run of {gpu.name}, {engine}"
-    )
+    runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{', with experts' * experts}"
+    how = f"fitted to {seen} published {runs} of {of}" if seen else f"no published run of {of}"
+    if setup.division.tensor * setup.division.pipeline > 1:
+        how += ", few tensor or pipeline parallel"
     if estimate.communication.bytes and estimate.communication.ms is None:
         how += ", without communication, whose rate is not known"
-    return Likely(ms, ms * low, slowest * high, estimate.tokens, estimate.model_flop, how)
+    made_of = _made_of(terms, factors, ms)
+    return Likely(ms, ms * low, slowest * high, estimate.tokens, estimate.model_flop, how, made_of)
 
 
 def published_host(gpu: Gpu, gpus: int) -> Host:
@@ -221,25 +224,38 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
     return Terms(**found)
 
 
+def device_ms(t: Terms, f: Factors) -> dict[str, Any]:
+    """Return the ms that a GPU computes and moves bytes, by what it does; terms and factors may be arrays of runs."""
+    return {
+        "products": (t.products + t.tails * f.tails + t.short_inner * f.short_inner) * f.products,
+        "attention": (t.attention + t.short_keys * f.short_keys) * f.attention,
+        "elementwise": (t.elementwise + t.unhidden) * f.memory,
+        "quantization": t.quantization * f.quantization,
+        "adapter": t.adapter * f.adapter,
+        "optimizer": t.optimizer * f.optimizer,
+        "gaps": t.launches * f.gap_us / 1e3,
+    }
+
+
+def communication_ms(t: Terms, f: Factors) -> Any:
+    """Return the ms that a step waits for other GPUs."""
+    return t.waited * f.waited + t.hidden * f.hidden + t.exchange * f.exchange
+
+
 def step_ms(t: Terms, f: Factors) -> Any:
-    """Return the ms of a step; terms and factors may be arrays of runs."""
-    device = (
-        (t.products + t.tails * f.tails + t.short_inner * f.short_inner) * f.products
-        + (t.attention + t.short_keys * f.short_keys) * f.attention
-        + (t.elementwise + t.unhidden) * f.memory
-        + t.quantization * f.quantization
-        + t.adapter * f.adapter
-        + t.optimizer * f.optimizer
-        + t.launches * f.gap_us / 1e3
-    )
+    """Return the ms of a step."""
+    device = sum(device_ms(t, f).values())
     host = (t.launched * f.host_us + t.adapter_launches * f.adapter_us + t.routing_launches * f.routing_us) / 1e3
-    return (
-        (device**4 + host**4) ** 0.25
-        + t.waited * f.waited
-        + t.hidden * f.hidden
-        + t.exchange * f.exchange
-        + f.constant_ms
-    )
+    return (device**4 + host**4) ** 0.25 + communication_ms(t, f) + f.constant_ms
+
+
+def _made_of(t: Terms, f: Factors, ms: float) -> dict[str, float]:
+    """Return the ms of a step by what they are: sums to `ms`, of which the rest waits on the host."""
+    parts = {**device_ms(t, f), "communication": communication_ms(t, f)}
+    computes = float(step_ms(t, f))
+    parts["launches"] = computes - sum(parts.values()) - f.constant_ms
+    parts |= {"rest": f.constant_ms, "on the host": ms - computes}
+    return {name: float(part) for name, part in parts.items() if part}
 
 
 # -- what was reached
@@ -305,7 +321,8 @@ def interval(gpu: Gpu, engine: Engine, reached: Reached, *, experts: bool) -> tu
 
     Runs with experts differ by more than others, from one version of a program to the next by twice.
     """
-    seen, of = int(reached.get(("runs", f"{gpu.name} {engine}"), 0)), EXPERTS if experts else ANY
+    of = EXPERTS if experts else ANY
+    seen = int(reached.get(("runs", f"{gpu.name} {engine}{f' {EXPERTS}' * experts}"), 0))
     return seen, reached["low", of], reached["high", of]
 
 

@@ -32,17 +32,20 @@ from surokit import arguments, units
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import Pass
 from surokit.hardware.rates import GAP_US, Rates, rates_of
-from surokit.planner.counts.communication import GPUS_A_NODE, Communication, communicate
+from surokit.planner.counts.communication import GPUS_A_NODE, Communication, both, communicate
+from surokit.planner.counts.division import NO_EXCHANGE, Exchange, sent_again
 from surokit.planner.counts.flops import Compute, count_flops, frozen, on_gpu, placements
 from surokit.planner.counts.flops import trained_parameters as count_trained
 from surokit.planner.counts.fused_traffic import FusedStep
-from surokit.planner.counts.memory import DTYPE_BYTES, Setup
+from surokit.planner.counts.memory import DTYPE_BYTES, Setup, experts_of
 from surokit.planner.counts.traffic import GROUPS, Load, MicroBatch, loads
 from surokit.planner.inputs.shape import Shape
 
 if TYPE_CHECKING:
     import pandas as pd
 
+# What the kernel before has written, and a cache may still hold; weights and gradients are from long ago.
+_PASSING = ("elementwise", "routing", "attention")
 Bound = Literal["compute", "memory", "launch"]
 _PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a processor does not reach"
 
@@ -300,7 +303,7 @@ def estimate_step(
     if division.divides:
         stage = division.stages(shape)[-1]  # the slowest: it has the head
         shape = division.narrow(stage)
-        setup = setup.of_part(shape)
+        setup = setup.of_part(shape, recipe)
         node = max(1, gpus_a_node // (division.tensor * division.pipeline))
         compute = count_flops(
             shape,
@@ -327,28 +330,35 @@ def estimate_step(
         stage,
         mine,
         width,
-        gpus=setup.gpus,
-        again=setup.repeats == "full",
+        again=sent_again(setup.repeats, (setup.recompute_blocks or stage.layers) / stage.layers, setup.early_stop),
         weight_gradients=not frozen(recipe),
         peer_gb_s=peer_gb_s,
         between_gb_s=between_gb_s,
         gpus_a_node=gpus_a_node,
     )
-    shared = division.shared(shape, setup.replicas)
-    sent = communicate(
-        gpus=setup.replicas if setup.training else 1,
-        zero=setup.zero,
-        gradient_bytes=trained_parameters * width * shared,
-        weight_bytes=_weight_bytes(shape, recipe, width) * shared,
-        trained_bytes=trained_parameters * width * shared,
-        accumulate=setup.accumulate,
-        forward_ms=passes["forward"],
-        backward_ms=passes["recompute"] + passes["backward"],
-        peer_gb_s=peer_gb_s,
-        between_gb_s=between_gb_s,
-        gpus_a_node=node,
-        exchange=exchange,
-    )
+    trained, held = experts_of(shape, recipe) if division.expert > 1 else (0.0, 0.0)
+    weights = _weight_bytes(shape, recipe, width)
+
+    def communicated(e: int, trains: float, holds: float, exchange: Exchange) -> Communication:
+        """Count what is sent over 1 / e of the replicas, of these shares of what trains and of the weights."""
+        return communicate(
+            gpus=setup.replicas // e if setup.training else 1,
+            zero=setup.zero,
+            gradient_bytes=trained_parameters * width * trains,
+            weight_bytes=weights * holds,
+            trained_bytes=trained_parameters * width * trains,
+            accumulate=setup.accumulate,
+            forward_ms=passes["forward"],
+            backward_ms=passes["recompute"] + passes["backward"],
+            peer_gb_s=peer_gb_s,
+            between_gb_s=between_gb_s,
+            gpus_a_node=max(1, node // e),
+            exchange=exchange,
+        )
+
+    sent = communicated(1, 1 - trained, 1 - held, exchange)
+    if division.expert > 1:
+        sent = both(sent, communicated(division.expert, trained, held, NO_EXCHANGE))
     of_one = mine / (division.tensor * division.pipeline)
     return Estimate(
         rows=rows,
@@ -387,7 +397,7 @@ def _row(load: Load, rates: Rates) -> KernelRow:
         bytes=load.bytes,
         launches=load.launches,
         compute_ms=load.flop / tflops / 1e9,
-        memory_ms=rates.memory_ms(load.bytes, load.launches),
+        memory_ms=rates.memory_ms(load.bytes, load.launches, passing=load.group in _PASSING),
         launch_ms=None if rates.launch_us is None else load.launches * rates.launch_us / 1e3,
         outputs=load.outputs,
         inner=load.inner,
