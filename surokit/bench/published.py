@@ -3,11 +3,11 @@
     python -m surokit.bench published --out docs/measurements/published.json --write     fits, and writes hardware/reached.csv
     python -m surokit.bench published --runs mine.csv                                    judges the shipped factors by other runs
 
-Each source (a file) weighs the same, however many runs it has, a run whose recompute is not stated a quarter, and the loss is robust (soft L1), since some published figures are
-wrong. A run's left-out prediction comes from a fit without its source where its GPU has other sources, and without its model where
-it has none; its interval is that of the other sources' runs. Files of one publisher are alike, so that a second prediction leaves
-out all that the publisher has: that is how a new engine is met. Factors are held near what physics suggests where few runs say
-something: `_PRIORS` has the middle of each and how far, in logs, one standard deviation is.
+Each source (a file) weighs the same, however many runs it has, and the loss is robust (soft L1), since some published figures are
+wrong. A run's left-out prediction comes from a fit without its source where its GPU has other sources, and without its model
+where it has none; its interval is that of the other sources' runs. Files of one publisher are alike, so that a second prediction
+leaves out all that the publisher has: that is how a new engine is met. Factors are held near what physics suggests where few runs
+say something: `_PRIORS` has the middle of each and how far, in logs, one standard deviation is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 REACHED = Path(likely.__file__).parents[2] / "hardware" / "reached.csv"
 SCALE = 0.08  # of a run's error in logs
-UNSTATED = 0.25  # weight of a run whose recompute is not stated
 LINEAR_FROM = 1.5  # times that, errors count by their size and not squared
 # (middle, standard deviation in logs) by term; a factor of an engine stands beside that of a GPU or an architecture
 _PRIORS: Mapping[str, tuple[float, float]] = {
@@ -72,12 +71,12 @@ _PRIORS: Mapping[str, tuple[float, float]] = {
     "short_keys": (0.7, 0.4),
     "memory": (1.25, 0.12),
     "quantization": (1.3, 0.4),
-    "adapter": (1.5, 0.2),
+    "adapter": (1.5, 0.13),
     "optimizer": (1.3, 0.4),
     "gap_us": (2.0, 0.15),
     "host_us of eager": (15.0, 0.15),
     "host_us of compiled": (8.0, 0.5),
-    "host_us of fused": (6.0, 0.5),
+    "host_us of fused": (6.0, 0.3),
     "adapter_us": (15.0, 0.2),
     "routing_us": (300.0, 1.0),
     "waited": (1.0, 0.3),
@@ -220,24 +219,12 @@ def weights(runs: Sequence[Measured]) -> Array:
     return scaled
 
 
-def _known(runs: Sequence[Measured]) -> Array:
-    """Return a weight of each run by what is known of it: a quarter where its source does not state what was computed again.
-
-    Most of these are Surogate's, which are most of the runs with adapters: with their whole weight an adapter would take longer than
-    training every parameter.
-    """
-    import numpy as np
-
-    return np.array([UNSTATED if "recompute" in m.run.assumed and m.run.recompute == "none" else 1.0 for m in runs])
-
-
 def fit(runs: Sequence[Measured]) -> dict[tuple[str, str], float]:
     """Fit the factors to the logs of the runs' times."""
     import numpy as np
     from scipy.optimize import least_squares
 
-    unknowns, terms, weight = _Unknowns(runs), _stacked(runs), weights(runs) * _known(runs)
-    weight /= np.sqrt(np.mean(weight**2))
+    unknowns, terms, weight = _Unknowns(runs), _stacked(runs), weights(runs)
     target = np.log([m.ms for m in runs])
     hosted = [i for i, m in enumerate(runs) if m.plan.setup.offloads]
     middle, deviation = np.array(unknowns.middle), np.array(unknowns.deviation)

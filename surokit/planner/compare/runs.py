@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from surokit.fusion import Fusion
 from surokit.hardware.gpus import find_gpu
 from surokit.planner.counts.memory import AttentionKernel, Engine
 from surokit.planner.inputs import catalogue
@@ -35,6 +36,8 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
     "moments": {"offload_states": True},
     "moments and inputs": {"offload_states": True, "offload_activations": "inputs"},
 }
+# Of others that fuse by hand the products of an adapter stand alone.
+_FUSED = Fusion(adapters=False)
 _NUMBERS = ("gpus", "batch", "length", "accumulate", "rank", "zero", "tp", "pp", "vp", "ep", "cp")
 _FIGURES = ("between_gb_s", "tokens_per_s", "tflops", "memory_gib")
 
@@ -145,7 +148,7 @@ class PublishedRun:
             "what": config,
             "engine": self.engine,
             "attention_kernel": self.attention or ("flash3" if self.engine == "fused" else None),
-            "fusion": "fused" if self.engine == "fused" and whole and built_here(read_shape(config)[0]) else None,
+            "fusion": _FUSED if self.engine == "fused" and whole and built_here(read_shape(config)[0]) else None,
             "layers": self.layers or ("transformers" if self.engine == "fused" and not whole else None),
             "gpu": self.gpu,
             "gpus": self.gpus,
