@@ -638,7 +638,8 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
             else ""
         )
         said.append(f"What helps: {found.sentence}{takes}")
-    said += [note.partition(":")[0].capitalize() for note in planned.notes if note.startswith("moments are in")]
+    states = [note.partition(":")[0] for note in planned.notes if note.startswith("moments are in")]
+    said += [note[0].upper() + note[1:] for note in states]
     if (likely := planned.likely) is not None:
         most = sorted(likely.made_of.items(), key=lambda part: -part[1])[:4]
         said.append(f"Likely goes into {', '.join(f'{name} {ms / likely.step_ms:.0%}' for name, ms in most)}")
