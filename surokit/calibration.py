@@ -424,11 +424,9 @@ def read_kept(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     row = GPUS.get(gpu.name)
-    return (
-        gpu
-        if row is None
-        else replace(row, ceilings=gpu.ceilings, memory_gib=gpu.memory_gib, usable_gib=gpu.usable_gib)
-    )
+    if row is None:
+        return gpu
+    return replace(row, ceilings=gpu.ceilings, memory_gib=gpu.memory_gib, usable_gib=gpu.usable_gib)
 
 
 def write_kept(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:

@@ -627,6 +627,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _in_short(planned: Plan, with_fitting: bool) -> str:
     """Return what a person acts on: whether the plan fits and what would, its time and cost, what a step waits for, and the fastest
     recipe."""
+    from surokit.planner.words import narrow_moments
+
     said = [answer.partition("; plan.fitting()")[0] for answer in planned.answers]
     said += [f"Computes {units.value(planned.flops, 'FLOP')} in all"] if planned.flops is not None else []
     if planned.room_gib is not None and planned.memory.gib > planned.room_gib and not with_fitting:
@@ -638,8 +640,8 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
             else ""
         )
         said.append(f"What helps: {found.sentence}{takes}")
-    states = [note.partition(":")[0] for note in planned.notes if note.startswith("moments are in")]
-    said += [note[0].upper() + note[1:] for note in states]
+    if moments := narrow_moments(planned):
+        said.append(moments[0].upper() + moments[1:])
     if (likely := planned.likely) is not None:
         most = sorted(likely.made_of.items(), key=lambda part: -part[1])[:4]
         said.append(f"Likely goes into {', '.join(f'{name} {ms / likely.step_ms:.0%}' for name, ms in most)}")

@@ -32,6 +32,7 @@ from surokit.planner.counts.memory import (
     blocks_of,
     count_memory,
 )
+from surokit.planner.counts.traffic import step_flops
 from surokit.planner.inputs.fusion import Transposed
 from surokit.planner.inputs.question import Asked, Logits, Question, read_question
 from surokit.planner.inputs.shape import Shape
@@ -142,7 +143,7 @@ class Plan:
 
     @property
     def has_likely(self) -> bool:
-        """True if a likely time of a step can be told; unlike `likely` it counts nothing."""
+        """True if a likely time of a step can be told; unlike `likely` it counts nothing of a model that is not divided."""
         return self.has_published_rates and not (self.setup.offloads and self.gpu and self.gpu.host_gb_s is None)
 
     @property
@@ -156,8 +157,7 @@ class Plan:
     @property
     def _sends_at_no_known_rate(self) -> bool:
         """True if GPUs that share a model would send each other between layers over a link whose rate is not known."""
-        divided = self.setup.division.divides and self.estimate is not None
-        return divided and self.estimate is not None and self.estimate.communication.ms is None
+        return self.setup.division.divides and self.estimate is not None and self.estimate.communication.ms is None
 
     @cached_property
     def computing_time(self) -> StepTime | None:
@@ -538,19 +538,9 @@ def _as_a_session_decodes(asked: Asked) -> Asked:
 
 def _compute(asked: Asked) -> Compute | None:
     """Count the FLOPs of a token, product by product; None for a number of parameters."""
-    setup = asked.setup
-    if asked.subject.shape is None:
+    if (shape := asked.subject.shape) is None:
         return None
-    return count_flops(
-        asked.subject.shape,
-        length=setup.length,
-        recipe=asked.carried,
-        attention=asked.question.attention,
-        recompute=setup.repeats,
-        recompute_blocks=setup.recompute_blocks,
-        early_stop=setup.early_stop,
-        training=setup.training,
-    )
+    return step_flops(shape, asked.carried, asked.setup, asked.question.attention)
 
 
 def _model_flops(asked: Asked, compute: Compute | None) -> ModelFlops:

@@ -69,8 +69,9 @@ def verdict(plan: Plan) -> tuple[str, bool]:
     limit, on_cpu = plan.room_gib, _on_cpu(plan)
     if limit is None:
         return f"Holds {needed} on {'the CPU' if on_cpu else 'each GPU'}{most}", False
-    on_gpu = f"the {units.gib(limit)} that {plan.gpu.name} offers" if plan.gpu is not None else ""
-    room = f"of the machine's {limit:g} GiB" if on_cpu else f"of {on_gpu}"
+    room = f"of the machine's {limit:g} GiB"
+    if not on_cpu and plan.gpu is not None:
+        room = f"of the {units.gib(limit)} that {plan.gpu.name} offers"
     if memory.gib > limit:
         return f"Does not fit: {needed} {room}{most}", True
     word = "Holds" if memory.left_out else "Fits:"
@@ -299,6 +300,15 @@ def _memory(memory: Memory, group: str) -> Iterator[Line]:
         yield Line("memory of the host", term.name, term.gib, "GiB", "exact" if term.exact else "approximate", term.how)
 
 
+def narrow_moments(plan: Plan) -> str:
+    """Say that moments are as narrow as the weights that they update; "" where they are not, or nothing of the base trains."""
+    setup = plan.setup
+    narrow = setup.optimizer == "adamw" and setup.state_dtype == setup.dtype != "fp32"
+    if not setup.training or not narrow or frozen(plan.recipe):
+        return ""
+    return f"moments are in {setup.dtype} and there are no float32 masters, as sk.AdamW has it"
+
+
 def plan_notes(plan: Plan) -> Iterator[str]:
     """Yield what a reader must know beside the figures: what is left out, assumed, or out of the ordinary."""
     shape, setup, time, gpu = plan.shape, plan.setup, plan.time, plan.gpu
@@ -311,13 +321,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.replicas == 1 and setup.zero:
         yield f"zero={setup.zero} shards nothing on one {'GPU' if setup.gpus == 1 else 'replica'}: give gpus="
-    if (
-        setup.training
-        and setup.optimizer == "adamw"
-        and setup.state_dtype == setup.dtype != "fp32"
-        and not frozen(plan.recipe)
-    ):
-        moments = f"moments are in {setup.dtype} and there are no float32 masters, as sk.AdamW has it"
+    if moments := narrow_moments(plan):
         yield f"{moments}: state_dtype='fp32', master=True adds them"
     if gpu is not None and not gpu.has_bf16:
         yield from _without_bf16(gpu, setup)

@@ -140,6 +140,7 @@ class PublishedRun:
         recipe = None if self.recipe == "bf16" and not self.rank else find_recipe(self.recipe)
         config = _config(self.model, self.length)
         assert config is not None
+        shape, _ = read_shape(config)
         optimizer, _, in_backward = self.optimizer.partition("+")
         every_second = self.recompute == "every second block"
         targets = self.targets.split() or PROJECTIONS
@@ -148,7 +149,7 @@ class PublishedRun:
             "what": config,
             "engine": self.engine,
             "attention_kernel": self.attention or ("flash3" if self.engine == "fused" else None),
-            "fusion": _FUSED if self.engine == "fused" and whole and built_here(read_shape(config)[0]) else None,
+            "fusion": _FUSED if self.engine == "fused" and whole and built_here(shape) else None,
             "layers": self.layers or ("transformers" if self.engine == "fused" and not whole else None),
             "gpu": self.gpu,
             "gpus": self.gpus,
@@ -162,7 +163,7 @@ class PublishedRun:
             "master": self.states == "fp32",
             "state_dtype": self.states or None,
             "recompute": "full" if every_second else self.recompute,
-            "recompute_blocks": read_shape(config)[0].layers // 2 if every_second else None,
+            "recompute_blocks": shape.layers // 2 if every_second else None,
             "zero": self.zero or 0,
             "tensor_parallel": self.tp or 1,
             "pipeline_parallel": self.pp or 1,

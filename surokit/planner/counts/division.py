@@ -78,6 +78,11 @@ class Division:
         return self != WHOLE
 
     @property
+    def gpus(self) -> int:
+        """Return the number of GPUs that have one model together; experts are spread over several of these."""
+        return self.tensor * self.pipeline
+
+    @property
     def words(self) -> str:
         """Say over how many GPUs what is divided."""
         degrees = (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert))

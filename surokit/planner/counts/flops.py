@@ -30,7 +30,7 @@ from surokit.planner.inputs.shape import Shape, Weight
 Attention = Literal["causal", "full"]
 #: Tensor cores' kinds of forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
 Kinds = tuple[Kind | None, Kind | None, Kind | None]
-#: What backward computes again, where a plan says it; of what surokit's own layers do "mlp" is no part.
+#: What backward computes again; surokit's own layers (`surokit.fusion.Recompute`) have all of these but "mlp".
 Recompute = Literal["none", "selective", "mlp", "full"]
 _ATTENDED = ("query", "key", "value")
 _HEAD = -1  # the head's number among the layers

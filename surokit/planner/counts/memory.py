@@ -178,8 +178,8 @@ class Setup:
     not). `trained` is the part of a live model that trains; without it the recipe decides. `engine` says who makes the kernels:
     PyTorch, torch.compile, or a hand. `attention_kernel` is torch's scaled_dot_product_attention or a faster one.
     With `in_backward` each weight is updated as its gradient arrives, and the gradient freed. `division` says how the model itself
-    is divided over GPUs, and `shards` over how many ZeRO shards what trains and the weights, where these are not all data-parallel
-    ones (None), which may have different experts.
+    is divided over GPUs, and `experts` the shares of experts in what trains and in the weights, which ZeRO shards over fewer GPUs
+    where these have different ones.
     """
 
     dtype: str = "bf16"
@@ -211,25 +211,24 @@ class Setup:
     attention_kernel: AttentionKernel = "sdpa"
     in_backward: bool = False
     division: Division = WHOLE
-    shards: tuple[float, float] | None = None
+    experts: tuple[float, float] = (0.0, 0.0)
 
     @property
     def replicas(self) -> int:
         """Return the number of data-parallel GPUs, or groups of GPUs: each computes micro-batches of its own."""
-        return self.gpus // (self.division.tensor * self.division.pipeline)
+        return self.gpus // self.division.gpus
 
     def shards_from(self, stage: int) -> float:
         """Return the number of GPUs over which ZeRO shards what it shards from `stage` on; 1 where it does not."""
         if self.replicas == 1 or self.zero < stage:
             return 1
-        return self.replicas if self.shards is None else self.shards[stage >= 3]
+        return self.replicas / (1 + (self.division.expert - 1) * self.experts[stage >= 3])
 
     def of_part(self, part: Shape, recipe: Any) -> Setup:
         """Return the setup of one GPU's part of a divided model."""
         blocks = self.recompute_blocks
         blocks = None if blocks is None else -(-blocks // self.division.pipeline)
-        trained, held = (self.replicas / (1 + (self.division.expert - 1) * share) for share in experts_of(part, recipe))
-        return replace(self, shards=(trained, held), recompute_blocks=blocks)
+        return replace(self, experts=_experts_of(part, recipe), recompute_blocks=blocks)
 
     @property
     def offloads(self) -> str:
@@ -258,7 +257,7 @@ class Setup:
         return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
 
-def experts_of(part: Shape, recipe: Any) -> tuple[float, float]:
+def _experts_of(part: Shape, recipe: Any) -> tuple[float, float]:
     """Return the shares of routed experts in what trains of a part, and in all of its parameters."""
     places = placements(part, recipe)
     experts = [place for place in places if place.weight.kind == "expert"]
@@ -296,9 +295,8 @@ def _count(shape: Shape | None, stage: Shape | None, parameters: float, recipe: 
         terms, host = _streamed(terms, blocks, setup), _blocks_on_host(blocks, setup)
         trained -= sum(blocks.trained) * setup.training
     if setup.training:
-        states = _states(trained, setup)
-        terms += [term for term in states if not (setup.offload_states and term.name in STATES)]
-        host += [term for term in states if setup.offload_states and term.name in STATES]
+        for term in _states(trained, setup):
+            (host if setup.offload_states and term.name in STATES else terms).append(term)
         if blocks is not None:
             terms = _block_gradients(terms, blocks, setup)
         if setup.optimizer in OFFLOADING and setup.device != "cpu":

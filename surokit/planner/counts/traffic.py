@@ -27,7 +27,7 @@ model FLOPs count (FlashAttention, arXiv 2205.14135), so its FLOPs here are 5/4 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,16 @@ from surokit.formats import Kind
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import Kernel, Pass, linear_kernels
 from surokit.planner.counts.activations import loss_rows
-from surokit.planner.counts.flops import Compute, Placement, Product, frozen, last_products, placements
+from surokit.planner.counts.flops import (
+    Attention,
+    Compute,
+    Placement,
+    Product,
+    count_flops,
+    frozen,
+    last_products,
+    placements,
+)
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.offload.formulas import OFFLOADING
@@ -107,6 +116,20 @@ def data_moves(layers: str, width: int, *, layer_norm: bool = False) -> dict[str
     }
 
 
+def step_flops(shape: Shape, recipe: Any, setup: Setup, attention: Attention) -> Compute:
+    """Count the FLOPs a token of a step, as `setup` computes again and trains."""
+    return count_flops(
+        shape,
+        length=setup.length,
+        recipe=recipe,
+        attention=attention,
+        recompute=setup.repeats,
+        recompute_blocks=setup.recompute_blocks,
+        early_stop=setup.early_stop,
+        training=setup.training,
+    )
+
+
 def loads(
     shape: Shape,
     compute: Compute,
@@ -146,10 +169,6 @@ class MicroBatch:
         self.backward = self.base_trains or (setup.training and has_adapter)
         self.blocks_again = 1.0 if setup.recompute_blocks is None else setup.recompute_blocks / shape.layers
         self.again = self.blocks_again * (self.backward and setup.repeats != "none")
-        self.ends = self._ends()
-        adapted = {name: place.weight.active for name, place in self.places.items() if place.rank}
-        in_mlp = sum(active for name, active in adapted.items() if name.startswith("mlp."))
-        self.adapted_in_mlp = in_mlp / max(sum(adapted.values()), 1)
         # below a frozen first block nothing wants a gradient: its norm and its skip have none
         self.blind = int(self.backward and not self.base_trains)
         # a calibration may have measured a CPU although the setup is for CUDA
@@ -168,23 +187,26 @@ class MicroBatch:
             matrices += sum(p.weight.count for p in self.places.values()) + 2 * self.shape.layers
         return max(1, matrices)
 
-    def _ends(self) -> Mapping[str, float]:
-        """Return the share of the sums that come after the last tensor that a layer's backward reads."""
-        last = last_products(self.shape, tuple(self.places.values()))
-        sums = sum(place.weight.active for place in self.places.values() if place.rank)
-        ending = [place for name, place in self.places.items() if last & {name, f"{name}.lora_B"}]
-        adapters = sum(place.weight.active for place in ending if place.rank)
-        return {"residual": 0.5, "adapter's sums": adapters / max(sums, 1)}
-
     def repeated(self, module: str) -> float:
         """Return the share of an operation between products that backward computes again."""
+        share = 1.0
         if self.setup.repeats == "mlp":
+            share = float(module in _OF_MLP)
             if module.startswith("adapter's"):
-                return self.again * self.adapted_in_mlp
-            return self.again * (module in _OF_MLP)
-        if self.setup.early_stop and self.setup.repeats == "full":
-            return self.again * (1 - self.ends.get(module, 0.0))
-        return self.again
+                share = self._adapted(lambda name: name.startswith("mlp."))
+        elif self.setup.repeats == "full" and self.setup.early_stop:
+            # a block's last sums come after the last tensor that its backward reads
+            if module == "residual":
+                share = 0.5
+            elif module == "adapter's sums":
+                last = last_products(self.shape, tuple(self.places.values()))
+                share = 1 - self._adapted(lambda name: f"{name}.lora_B" in last)
+        return self.again * share
+
+    def _adapted(self, chosen: Callable[[str], bool]) -> float:
+        """Return the share of the matrices with an adapter that have a chosen name."""
+        adapted = {name: place.weight.active for name, place in self.places.items() if place.rank}
+        return sum(n for name, n in adapted.items() if chosen(name)) / max(sum(adapted.values()), 1)
 
     # -- products
 

@@ -61,7 +61,7 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
     fewest = _LEAST.get(what, 1)
     if what == "layers":  # as many as are divided, or computed again
         divided = plan.setup.division
-        parts = divided.pipeline * (divided.virtual if divided.virtual > 1 else 1)
+        parts = divided.pipeline * divided.virtual
         fewest = max(fewest, parts, plan.setup.recompute_blocks or 1)
         unit = math.lcm(unit, parts if divided.virtual > 1 else 1)
     first = -(-fewest // unit)
@@ -102,7 +102,7 @@ def gpus_for(
     Raises ValueError where no number of GPUs suffices, with what would help.
     """
     divided = plan.setup.division
-    unit = math.lcm(arguments.integer("multiple", multiple), divided.tensor * divided.pipeline * divided.expert)
+    unit = math.lcm(arguments.integer("multiple", multiple), divided.gpus * divided.expert)
     share = _share(efficiency)
     if days is None and gib is None:
         raise ValueError(

@@ -171,7 +171,7 @@ def likely_step(
     seen, low, high = interval(gpu, engine, reached, experts=experts)
     runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{', with experts' * experts}"
     how = f"fitted to {seen} published {runs} of {of}" if seen else f"no published run of {of}"
-    if setup.division.tensor * setup.division.pipeline > 1:
+    if setup.division.gpus > 1:
         how += ", few tensor or pipeline parallel"
     if estimate.communication.bytes and estimate.communication.ms is None:
         how += ", without communication, whose rate is not known"

@@ -34,11 +34,11 @@ from surokit.hardware.linear import Pass
 from surokit.hardware.rates import GAP_US, Rates, rates_of
 from surokit.planner.counts.communication import GPUS_A_NODE, Communication, both, communicate
 from surokit.planner.counts.division import NO_EXCHANGE, Exchange, sent_again
-from surokit.planner.counts.flops import Compute, count_flops, frozen, on_gpu, placements
+from surokit.planner.counts.flops import Compute, frozen, on_gpu, placements
 from surokit.planner.counts.flops import trained_parameters as count_trained
 from surokit.planner.counts.fused_traffic import FusedStep
-from surokit.planner.counts.memory import DTYPE_BYTES, Setup, experts_of
-from surokit.planner.counts.traffic import GROUPS, Load, MicroBatch, loads
+from surokit.planner.counts.memory import DTYPE_BYTES, Setup
+from surokit.planner.counts.traffic import GROUPS, Load, MicroBatch, loads, step_flops
 from surokit.planner.inputs.shape import Shape
 
 if TYPE_CHECKING:
@@ -299,36 +299,58 @@ def estimate_step(
     rates = rates_of(gpu, setup.dtype, setup.attention_kernel)
     assert isinstance(rates, Rates)
     mine = setup.batch * setup.length * setup.accumulate
-    whole, stage, division, node = compute, shape, setup.division, gpus_a_node
+    whole, stage, division = compute, shape, setup.division
     if division.divides:
         stage = division.stages(shape)[-1]  # the slowest: it has the head
         shape = division.narrow(stage)
         setup = setup.of_part(shape, recipe)
-        node = max(1, gpus_a_node // (division.tensor * division.pipeline))
-        compute = count_flops(
-            shape,
-            length=setup.length,
-            recipe=on_gpu(recipe, gpu),
-            attention=whole.attention,
-            recompute=setup.repeats,
-            recompute_blocks=setup.recompute_blocks,
-            early_stop=setup.early_stop,
-            training=setup.training,
-        )
+        compute = step_flops(shape, on_gpu(recipe, gpu), setup, whole.attention)
         trained_parameters = count_trained(shape, shape.parameters, recipe)
     if setup.graphs:
         rates = replace(rates, launch_us=0.0, graphs=True)
     recipe = on_gpu(recipe, gpu)
     kind = FusedStep if setup.fusion.fuses else MicroBatch
     rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters, kind))
-    width = DTYPE_BYTES[setup.dtype]
+    sent = _communication(shape, stage, recipe, setup, gpu, rows, trained_parameters, between_gb_s, gpus_a_node)
+    of_one = mine / division.gpus
+    return Estimate(
+        rows=rows,
+        communication=sent,
+        rates=rates,
+        tokens=mine * setup.replicas,
+        model_flop=float(whole.model) * of_one,
+        floor_ms=_floor_ms(whole, gpu, rates) * of_one,
+        peak_tflops=gpu.plain_tflops,
+        notes=tuple(_notes(rates, sent, rows)),
+        fill=division.fill(setup.accumulate),
+    )
+
+
+def _communication(
+    shape: Shape,
+    stage: Shape,
+    recipe: Any,
+    setup: Setup,
+    gpu: Gpu,
+    rows: tuple[KernelRow, ...],
+    trained_parameters: float,
+    between_gb_s: float | None,
+    gpus_a_node: int,
+) -> Communication:
+    """Count what a GPU sends in a step: between layers, and of what trains and of the weights to the GPUs that have the same.
+
+    shape: one GPU's part of `stage`, which is of whole width.
+    """
+    assert setup.batch is not None
+    assert setup.length is not None
+    division, width = setup.division, DTYPE_BYTES[setup.dtype]
     passes = {
         step: sum(row.device_ms for row in rows if row.step == step) for step in ("forward", "recompute", "backward")
     }
     peer_gb_s = (gpu.ceilings.peer_gb_s if gpu.ceilings else None) or gpu.peer_gb_s
     exchange = division.exchange(
         stage,
-        mine,
+        setup.batch * setup.length * setup.accumulate,
         width,
         again=sent_again(setup.repeats, (setup.recompute_blocks or stage.layers) / stage.layers, setup.early_stop),
         weight_gradients=not frozen(recipe),
@@ -336,10 +358,11 @@ def estimate_step(
         between_gb_s=between_gb_s,
         gpus_a_node=gpus_a_node,
     )
-    trained, held = experts_of(shape, recipe) if division.expert > 1 else (0.0, 0.0)
+    node = max(1, gpus_a_node // division.gpus)
+    trained, held = setup.experts
     weights = _weight_bytes(shape, recipe, width)
 
-    def communicated(e: int, trains: float, holds: float, exchange: Exchange) -> Communication:
+    def over(e: int, trains: float, holds: float, exchange: Exchange) -> Communication:
         """Count what is sent over 1 / e of the replicas, of these shares of what trains and of the weights."""
         return communicate(
             gpus=setup.replicas // e if setup.training else 1,
@@ -356,21 +379,9 @@ def estimate_step(
             exchange=exchange,
         )
 
-    sent = communicated(1, 1 - trained, 1 - held, exchange)
-    if division.expert > 1:
-        sent = both(sent, communicated(division.expert, trained, held, NO_EXCHANGE))
-    of_one = mine / (division.tensor * division.pipeline)
-    return Estimate(
-        rows=rows,
-        communication=sent,
-        rates=rates,
-        tokens=mine * setup.replicas,
-        model_flop=float(whole.model) * of_one,
-        floor_ms=_floor_ms(whole, gpu, rates) * of_one,
-        peak_tflops=gpu.plain_tflops,
-        notes=tuple(_notes(rates, sent, rows)),
-        fill=division.fill(setup.accumulate),
-    )
+    if division.expert == 1:
+        return over(1, 1.0, 1.0, exchange)
+    return both(over(1, 1 - trained, 1 - held, exchange), over(division.expert, trained, held, NO_EXCHANGE))
 
 
 def why_no_estimate(shape: Shape | None, compute: Compute | None, setup: Setup, gpu: Gpu | None) -> str:
