@@ -696,12 +696,12 @@ def _choices_text(rows: Sequence[RecipeChoice]) -> str:
 
     def words(row: RecipeChoice) -> tuple[str, ...]:
         time = "" if row.step_ms is None else units.value(row.step_ms, "ms")
-        gain = "" if row.speedup is None else f"{row.speedup:.2f} x"
+        gain = "" if row.speedup is None else f"{row.speedup:.2f} x {row.against}"
         fits = {True: "fits", False: "too large", None: ""}[row.fits]
         return (row.name, time, row.kind, gain, units.gib(row.gib), fits, row.products, "fastest" * row.fastest)
 
     header = ("recipe", "step", "", "speedup", "memory", "", "products", "")
-    return "  every recipe\n" + text_table([words(row) for row in rows], header=header, right=(1, 3, 4), indent="    ")
+    return "  every recipe\n" + text_table([words(row) for row in rows], header=header, right=(1, 4), indent="    ")
 
 
 def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:

@@ -121,8 +121,9 @@ class Measured:
 
     @property
     def kind(self) -> str:
-        """Return what the interval of its time is of: models with experts, or any other."""
-        return likely.EXPERTS if self.plan.shape is not None and self.plan.shape.experts is not None else ANY
+        """Return what the interval of its time is of (`likely.kind_of`)."""
+        assert self.plan.estimate is not None
+        return likely.kind_of(self.plan.estimate)
 
 
 def measured(runs: Sequence[PublishedRun]) -> tuple[list[Measured], dict[int, str]]:
@@ -305,7 +306,7 @@ def run(runs: Path | None = None, write: bool = False) -> dict[str, Any]:
         new = left_out(found, lambda run: run.publisher)
         reached |= spread(found, apart)
         spreads = [spread(found, apart, without=m.run.where) for m in found]
-        pairs = Counter(f"{m.gpu.name} {m.run.engine}{f' {m.kind}' * (m.kind != ANY)}" for m in found)
+        pairs = Counter(likely.pair(m.gpu, m.run.engine, m.kind) for m in found)
         reached |= {("runs", pair): float(n) for pair, n in sorted(pairs.items())}
         if write:
             _write(reached)
@@ -350,10 +351,10 @@ def spread(runs: Sequence[Measured], apart: Sequence[float], without: str = "") 
     """Return the low and the high end of the interval, times a likely time: p10 and p90 of measured over left-out times.
 
     `without` leaves a source's runs out. A source with four times the runs weighs twice as much: how runs of one table differ is a
-    part of what is asked. Models with experts have an interval of their own.
+    part of what is asked. Models with experts, and adapters, have intervals of their own.
     """
     found: dict[tuple[str, str], float] = {}
-    for of in (ANY, likely.EXPERTS):
+    for of in (ANY, likely.ADAPTERS, likely.EXPERTS):
         chosen = [i for i, m in enumerate(runs) if m.run.where != without and m.kind == of]
         weight = weights([runs[i] for i in chosen])
         ratios, w = [runs[i].ms / apart[i] for i in chosen], [float(each) for each in weight]

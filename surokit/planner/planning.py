@@ -138,8 +138,7 @@ class Plan:
         if not self.has_likely or self.estimate is None or self.gpu is None:
             return None
         host = self.on_host if self.setup.offloads else None
-        experts = self.shape is not None and self.shape.experts is not None
-        return likely_step(self.estimate, self.gpu, self.setup, host, experts=experts)
+        return likely_step(self.estimate, self.gpu, self.setup, host)
 
     @property
     def has_likely(self) -> bool:
@@ -608,6 +607,13 @@ def _title(asked: Asked, flops: ModelFlops) -> str:
         parts.append(f"{setup.batch} x {setup.length}{times} tokens a step{of_each}")
     if setup.division.divides:
         parts.append(setup.division.words)
+    if setup.zero and setup.replicas > 1 and setup.training:
+        parts.append(f"ZeRO-{setup.zero}")
+    if setup.training and setup.recompute != "none":
+        blocks = f" of {setup.recompute_blocks} blocks" if setup.recompute_blocks else ""
+        parts.append(f"recompute {setup.recompute}{blocks}")
+    if setup.training and setup.optimizer != "adamw":
+        parts.append("SGD" if setup.optimizer == "none" else setup.optimizer)
     if setup.fusion.fuses or asked.graphs:
         parts.append(" ".join(["fused"] * setup.fusion.fuses + ["in CUDA graphs"] * asked.graphs))
     if asked.gpu is not None or setup.gpus > 1:

@@ -531,7 +531,8 @@ def test_the_path_fits_and_no_part_of_it_is_idle(gib, batch, gpus, recipe, maste
         alone = p.but(**remedy.changes)
         assert remedy.gib == alone.memory.gib
         assert remedy.fits == alone.fits(gib)
-        assert alone.flops_per_step is None or alone.setup.batch * alone.setup.accumulate == batch
+        s = alone.setup
+        assert alone.flops_per_step is None or s.batch * s.accumulate * s.replicas == batch * gpus
     if p.fits(gib):
         assert found.path == ()
         assert found.plan is p
@@ -547,7 +548,8 @@ def test_the_path_fits_and_no_part_of_it_is_idle(gib, batch, gpus, recipe, maste
             assert not p.but(**rest).fits(gib)
         if "batch" in taken:
             larger = [n for n in range(taken["batch"] + 1, batch) if batch % n == 0]
-            assert not any(p.but(**{**taken, "batch": n, "accumulate": batch // n}).fits(gib) for n in larger)
+            sums = found.plan.setup.accumulate * taken["batch"]
+            assert not any(p.but(**{**taken, "batch": n, "accumulate": sums // n}).fits(gib) for n in larger)
 
 
 def test_remedies_come_by_their_costs_and_ways_by_their_time():
@@ -565,6 +567,8 @@ def test_remedies_come_by_their_costs_and_ways_by_their_time():
         "recipe",
         "recipe",
         "recipe",
+        *["tensor_parallel"] * 3,
+        *["pipeline_parallel"] * 3,
     ]
     found: Any = fitting(p)
     times = [way.step_ms for way in found.ways]
@@ -620,6 +624,26 @@ def test_what_fits_together_is_proposed_by_its_time():
         for left_out in way.remedies:
             rest: dict[str, Any] = {k: v for r in way.remedies if r != left_out for k, v in r.changes.items()}
             assert not p.but(**rest).fits()
+
+
+def test_a_model_is_divided_where_that_helps():
+    """Over the plan's own GPUs, with as many tokens a step as before, and with what else a divided model can have."""
+    p = plan("qwen2.5-32b", batch=2, length=16384, gpu="H100", gpus=8)
+    found = p.fitting()
+    divided = [way for way in found.ways if way.plan.setup.division.divides]
+    assert {way.how for way in divided} >= {
+        "tensor_parallel=8, accumulate=8, recompute='full'",
+        "tensor_parallel=8, batch=1, accumulate=16",
+    }
+    for way in divided:
+        s = way.plan.setup
+        assert s.batch * s.accumulate * s.replicas == 2 * 8
+        assert not s.offloads
+        assert way.plan.fits()
+        assert eval(f"p.but({way.how})", {"p": p}).memory.gib == way.plan.memory.gib
+        assert len(way.remedies) == 1 or not p.but(**way.remedies[1].changes).fits()
+    for alone in (p.but(gpus=1), p.but(tensor_parallel=2), p.but(training=False), p.but(fusion="fused")):
+        assert not {name for r in alone.fitting(gib=20).remedies for name in r.changes if name.endswith("_parallel")}
 
 
 def test_ways_are_timed_on_the_host_that_is_given():

@@ -8,6 +8,7 @@ the host, masters, and last an adapter and a stored base, which change what is t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,24 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
         if changes.get("optimizer") == "adamw" and not space.hosts(plan.but(**changes).memory):
             changes = {**changes, "optimizer": "adamw8bit"}
             yield Change(changes, f"{costs}; precision: moments in 8 bits")
+
+
+def dividing(plan: Plan) -> Iterator[Change]:
+    """Yield the changes that divide the model itself over the plan's GPUs, with as many tokens a step as before: the GPUs that share
+    a model take micro-batches together, so many more of them."""
+    s = plan.setup
+    if not s.training or s.division.divides:
+        return
+    costs = {
+        "tensor_parallel": "traffic between GPUs: activations, in each layer",
+        "pipeline_parallel": "time: GPUs wait as the pipeline fills and drains",
+    }
+    for name, cost in costs.items():
+        for parts in (2, 4, 8):
+            change = Change({name: parts, "accumulate": s.accumulate * parts}, cost)
+            with suppress(ValueError):  # GPUs, heads or layers that so many do not divide
+                change.of(plan)
+                yield change
 
 
 def smaller_batch(plan: Plan, space: Space) -> Change:

@@ -1,7 +1,8 @@
 """Find the changes that make a plan fit, and its largest terms of memory and time; each change is planned, and its effect shown.
 
 The remedies are the changes that save memory (changes.py). The ways are the sets of one or two of them, and where there
-is none of three, that make the plan fit and of which none can be left out, those with the least time of a step first. Whatever a
+is none of three, that make the plan fit and of which none can be left out, those with the least time of a step first. A model that
+is divided over the plan's GPUs is a plan of its own, with remedies of its own, of which it takes one at most. Whatever a
 remedy puts on the host has to fit there too, where the host's memory is known. What changes the recipe, and with it what trains, is
 taken where nothing else suffices.
 """
@@ -9,14 +10,14 @@ taken where nothing else suffices.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
 from surokit.planner.inverse.budgets import Space, known_memory_budget, memory_budget
-from surokit.planner.inverse.changes import Change, merged, saving_memory, smaller_batch
+from surokit.planner.inverse.changes import Change, dividing, merged, saving_memory, smaller_batch
 from surokit.planner.inverse.recipe_choice import compare_recipes
 from surokit.planner.offload.formulas import Host, asked_host
 from surokit.tables import data_frame, html_table, text_table
@@ -66,6 +67,11 @@ class FittingWay:
     def how(self) -> str:
         """Return the remedies as a user types them."""
         return ", ".join(remedy.how for remedy in self.remedies)
+
+    @property
+    def trains_the_same(self) -> bool:
+        """True if no remedy changes the recipe."""
+        return not any("recipe" in remedy.changes for remedy in self.remedies)
 
     @property
     def step_ms(self) -> float | None:
@@ -171,7 +177,9 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     space = _space(plan, gib, host)
     memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
     tries = tuple(_remedy(plan, space, change) for change in saving_memory(plan, space))
-    ways = () if space.holds(memory) else _fastest(_ways(plan, tries, space))
+    divided = [(_remedy(plan, space, change), change.of(plan)) for change in dividing(plan)]
+    ways = () if space.holds(memory) else _fastest([*_ways(plan, tries, space), *_divided_ways(plan, divided, space)])
+    ways = tuple(way for way in ways if way.trains_the_same) or ways
     in_ways = {tuple(remedy.changes) for way in ways for remedy in way.remedies}
     enough = plan if space.holds(memory) else ways[0].plan if ways else None
     if enough is plan:
@@ -182,7 +190,7 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
         sentence = f"{together} {verb} it fit ({_takes(enough)}){_without(plan)}"
     else:
         sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
-    helping = tuple(r for r in tries if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways)
+    helping = tuple(r for r in (*tries, *(r for r, _ in divided)) if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways)
     kind = next((way.time.kind for way in ways if way.time is not None), "")
     return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind)
 
@@ -256,6 +264,31 @@ def _ways(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingW
         return found[:1]
     taken = _together(plan, remedies, space)
     return [taken] if taken else []
+
+
+def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Space) -> Iterator[FittingWay]:
+    """Yield the ways to make a divided model fit: as it is, or with one remedy that leaves the recipe and does not suffice alone.
+
+    Of each kind of division the fewest parts that fit are taken, since more send and wait more.
+    """
+    found: set[str] = set()
+    for division, part in divided:
+        kind = next(iter(division.changes))
+        if kind in found:
+            continue
+        if space.holds(part.memory):
+            found.add(kind)
+            yield FittingWay((division,), part, space.step_time(part))
+            continue
+        tries = [_remedy(part, space, change) for change in saving_memory(part, space)]
+        for way in _sets(part, [r for r in tries if "recipe" not in r.changes], space, most=1):
+            (remedy,) = way.remedies
+            if space.holds(plan.but(**remedy.changes).memory):
+                continue
+            parts = division.changes[kind]
+            alone = replace(division, how=f"{kind}={parts}", changes={kind: parts})
+            # a smaller batch has the division's micro-batches in its own
+            yield FittingWay((alone if "accumulate" in remedy.changes else division, remedy), way.plan, way.time)
 
 
 def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOST_TOGETHER) -> list[FittingWay]:

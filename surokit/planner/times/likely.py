@@ -34,7 +34,7 @@ from surokit.planner.times.roofline import Estimate
 ANY = "any"  # in reached.csv: of what no published run has
 #: (ms that a step computes, the host) -> ms of the step with what is kept on the host
 WithHost = Callable[[float, Host], float]
-EXPERTS = "experts"  # in reached.csv: of models that have some
+EXPERTS, ADAPTERS = "experts", "adapters"  # in reached.csv: of models that have some
 #: Hosts differ: AdamW updates 4.6e9 parameters a second on the node of ml-engineering's H200s, and 1.1e9 on that of the article on
 #: ZenFlow. The likely host is the former, the interval reaches to one so many times slower.
 SLOWER_HOSTS = 4.0
@@ -122,7 +122,8 @@ class Likely:
     tokens, model_flop  of the step, over all GPUs and on one
     how                 what the factors were fitted to, in words
     made_of             ms by what the step does, which sum to it: "launches" are what the host adds to the device's time, "gaps"
-                        are between kernels, "communication" is what the step waits for, "on the host" what waits there
+                        are between kernels, "bubble" is what a pipeline's GPU waits for others, "communication" what the step
+                        waits for, "on the host" what waits there
     """
 
     step_ms: float
@@ -150,13 +151,13 @@ class Likely:
 
 
 def likely_step(
-    estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None, *, experts: bool = False
+    estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None
 ) -> Likely:
     """Return the likely time of a step that was estimated at a datasheet's rates.
 
     with_host: takes the ms that a step computes and the host beside its GPU, and returns the ms with what is kept there; without
-    it the step is what is computed. experts: tokens are routed to some. Raises ValueError where rates were measured, which predict
-    by themselves, and where the link to the host is not known.
+    it the step is what is computed. Raises ValueError where rates were measured, which predict by themselves, and where the link to
+    the host is not known.
     """
     if gpu.ceilings is not None:
         raise ValueError(f"The rates of {gpu.name} were measured: its estimate is a prediction already.")
@@ -168,14 +169,15 @@ def likely_step(
         host = published_host(gpu, setup.gpus)
         slow = replace(host, adam_params_s=host.adam_params_s / SLOWER_HOSTS)
         ms, slowest = with_host(ms, host), with_host(ms, slow)
-    seen, low, high = interval(gpu, engine, reached, experts=experts)
-    runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{', with experts' * experts}"
+    kind = kind_of(estimate)
+    seen, low, high = interval(gpu, engine, reached, kind)
+    runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{f', with {kind}' * (kind != ANY)}"
     how = f"fitted to {seen} published {runs} of {of}" if seen else f"no published run of {of}"
     if setup.division.gpus > 1:
         how += ", few tensor or pipeline parallel"
     if estimate.communication.bytes and estimate.communication.ms is None:
         how += ", without communication, whose rate is not known"
-    made_of = _made_of(terms, factors, ms)
+    made_of = _made_of(terms, factors, ms, estimate.fill)
     return Likely(ms, ms * low, slowest * high, estimate.tokens, estimate.model_flop, how, made_of)
 
 
@@ -249,9 +251,14 @@ def step_ms(t: Terms, f: Factors) -> Any:
     return (device**4 + host**4) ** 0.25 + communication_ms(t, f) + f.constant_ms
 
 
-def _made_of(t: Terms, f: Factors, ms: float) -> dict[str, float]:
-    """Return the ms of a step by what they are: sums to `ms`, of which the rest waits on the host."""
-    parts = {**device_ms(t, f), "communication": communication_ms(t, f)}
+def _made_of(t: Terms, f: Factors, ms: float, fill: float) -> dict[str, float]:
+    """Return the ms of a step by what they are: sums to `ms`, of which the rest waits on the host.
+
+    fill: times as long as it computes, for which a pipeline's GPU is busy or waits.
+    """
+    device = device_ms(t, f)
+    parts = {name: part if name == "optimizer" else part / fill for name, part in device.items()}
+    parts |= {"bubble": sum(device.values()) - sum(parts.values()), "communication": communication_ms(t, f)}
     computes = float(step_ms(t, f))
     parts["launches"] = computes - sum(parts.values()) - f.constant_ms
     parts |= {"rest": f.constant_ms, "on the host": ms - computes}
@@ -316,14 +323,25 @@ def architecture(gpu: Gpu) -> str:
     return "sm89" if gpu.capability == (8, 9) else f"sm{gpu.capability[0]}0"
 
 
-def interval(gpu: Gpu, engine: Engine, reached: Reached, *, experts: bool) -> tuple[int, float, float]:
-    """Return (number of published runs of this GPU and engine, low, high): the last two times a likely time are its p10 and p90.
+def kind_of(estimate: Estimate) -> str:
+    """Return what the interval of a step is of: EXPERTS where tokens are routed to some, ADAPTERS where these are trained, or ANY.
 
-    Runs with experts differ by more than others, from one version of a program to the next by twice.
+    Runs with experts differ by more than others, from one version of a program to the next by twice, and those of adapters by
+    what a program's modules do in Python.
     """
-    of = EXPERTS if experts else ANY
-    seen = int(reached.get(("runs", f"{gpu.name} {engine}{f' {EXPERTS}' * experts}"), 0))
-    return seen, reached["low", of], reached["high", of]
+    groups = {row.group for row in estimate.rows}
+    return EXPERTS if "routing" in groups else ADAPTERS if "adapter" in groups else ANY
+
+
+def interval(gpu: Gpu, engine: Engine, reached: Reached, kind: str) -> tuple[int, float, float]:
+    """Return (number of published runs of this kind, GPU and engine, low, high): the last two times a likely time are its p10 and
+    p90."""
+    return int(reached.get(("runs", pair(gpu, engine, kind)), 0)), reached["low", kind], reached["high", kind]
+
+
+def pair(gpu: Gpu, engine: Engine, kind: str) -> str:
+    """Return the name in reached.csv of the runs of a GPU, an engine and a kind (`kind_of`)."""
+    return f"{gpu.name} {engine}{f' {kind}' * (kind != ANY)}"
 
 
 @cache
