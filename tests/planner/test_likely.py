@@ -210,6 +210,13 @@ def test_a_likely_step_says_what_it_is_made_of():
     for plan in plans:
         assert sum(plan.likely.made_of.values()) == pytest.approx(plan.likely.step_ms)
         assert all(ms > 0 for ms in plan.likely.made_of.values())
+    staged = planned("llama-3.1-8b", gpus=4, pipeline_parallel=4, accumulate=8, **given)
+    parts = staged.likely.made_of
+    assert sum(parts.values()) == pytest.approx(staged.likely.step_ms)
+    # three of eleven slots are empty; the optimizer's step is after them
+    computes = sum(ms for name, ms in parts.items() if name in {f.name for f in fields(likely.Terms)} | {"gaps"})
+    assert parts["bubble"] == pytest.approx(3 / 8 * (computes - parts["optimizer"]), rel=1e-3)
+    assert not any("bubble" in plan.likely.made_of for plan in plans)
     most = [max(plan.likely.made_of, key=plan.likely.made_of.get) for plan in plans]
     assert (most[0], most[1], most[3]) == ("products", "launches", "on the host")
     assert plans[2].likely.made_of["communication"] > 0.2 * plans[2].likely.step_ms

@@ -662,3 +662,22 @@ def test_a_question_is_asked_again_with_other_arguments():
         plan(8e9).but(size=3)
     with pytest.raises(TypeError, match="multiple values for argument 'what'"):
         plan(8e9).but(what=9e9)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gpus": 8, "zero": 3}, "ZeRO-3, 8 x H100"),
+        ({"gpus": 8, "tensor_parallel": 8, "zero": 3}, "tensor parallel over 8"),
+        ({"recompute": "full", "recompute_blocks": 4}, "recompute full of 4 blocks"),
+        ({"recompute": "mlp", "layers": "transformers"}, "recompute mlp"),
+        ({"optimizer": "adamw8bit"}, ", adamw8bit, "),
+        ({"optimizer": "sgd"}, ", SGD, "),
+    ],
+)
+def test_a_title_says_how_a_step_is_made(given, says):
+    title = plan("llama-3.1-8b", gpu="H100", batch=1, length=2048, **given).title
+    assert says in title
+    plain = plan("llama-3.1-8b", gpu="H100", batch=1, length=2048).title
+    assert not any(word in plain for word in ("ZeRO", "recompute", "adamw", "parallel"))
+    assert "recompute" not in plan("llama-3.1-8b", gpu="H100", training=False, batch=1, length=2048).title

@@ -115,8 +115,10 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
 
 
 def dividing(plan: Plan) -> Iterator[Change]:
-    """Yield the changes that divide the model itself over the plan's GPUs, with as many tokens a step as before: the GPUs that share
-    a model take micro-batches together, so many more of them."""
+    """Yield the changes that divide the model itself over the plan's GPUs, with as many tokens a step as before.
+
+    GPUs that share a model take each micro-batch together, so that a step has as many times more of them.
+    """
     s = plan.setup
     if not s.training or s.division.divides:
         return

@@ -190,7 +190,11 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
         sentence = f"{together} {verb} it fit ({_takes(enough)}){_without(plan)}"
     else:
         sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
-    helping = tuple(r for r in (*tries, *(r for r, _ in divided)) if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways)
+    helping = tuple(
+        r
+        for r in (*tries, *(r for r, _ in divided))
+        if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways
+    )
     kind = next((way.time.kind for way in ways if way.time is not None), "")
     return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind)
 

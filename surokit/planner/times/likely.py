@@ -150,9 +150,7 @@ class Likely:
         return self.low_ms / self.step_ms, self.high_ms / self.step_ms
 
 
-def likely_step(
-    estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None
-) -> Likely:
+def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost | None = None) -> Likely:
     """Return the likely time of a step that was estimated at a datasheet's rates.
 
     with_host: takes the ms that a step computes and the host beside its GPU, and returns the ms with what is kept there; without
