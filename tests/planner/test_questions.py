@@ -642,6 +642,11 @@ def test_a_model_is_divided_where_that_helps():
         assert way.plan.fits()
         assert eval(f"p.but({way.how})", {"p": p}).memory.gib == way.plan.memory.gib
         assert len(way.remedies) == 1 or not p.but(**way.remedies[1].changes).fits()
+    routed = plan("mixtral-8x7b-v0.1", batch=1, length=4096, gpu="H100", gpus=8)
+    ways = {way.how: way for way in routed.fitting().ways}
+    shared = ways["expert_parallel=8, recompute='full'"]
+    assert shared.plan.fits()
+    assert shared.step_ms < min(way.step_ms for how, way in ways.items() if "tensor" in how)
     for alone in (p.but(gpus=1), p.but(tensor_parallel=2), p.but(training=False), p.but(fusion="fused")):
         assert not {name for r in alone.fitting(gib=20).remedies for name in r.changes if name.endswith("_parallel")}
 

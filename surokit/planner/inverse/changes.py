@@ -117,7 +117,8 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
 def dividing(plan: Plan) -> Iterator[Change]:
     """Yield the changes that divide the model itself over the plan's GPUs, with as many tokens a step as before.
 
-    GPUs that share a model take each micro-batch together, so that a step has as many times more of them.
+    GPUs that share layers take each micro-batch together, so that a step has as many times more of them; those that share experts
+    have each its own.
     """
     s = plan.setup
     if not s.training or s.division.divides:
@@ -125,10 +126,12 @@ def dividing(plan: Plan) -> Iterator[Change]:
     costs = {
         "tensor_parallel": "traffic between GPUs: activations, in each layer",
         "pipeline_parallel": "time: GPUs wait as the pipeline fills and drains",
+        "expert_parallel": "traffic between GPUs: tokens to their experts and back",
     }
     for name, cost in costs.items():
         for parts in (2, 4, 8):
-            change = Change({name: parts, "accumulate": s.accumulate * parts}, cost)
+            together = {} if name == "expert_parallel" else {"accumulate": s.accumulate * parts}
+            change = Change({name: parts, **together}, cost)
             with suppress(ValueError):  # GPUs, heads or layers that so many do not divide
                 change.of(plan)
                 yield change
