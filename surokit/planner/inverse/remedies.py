@@ -284,15 +284,17 @@ def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Spa
             found.add(kind)
             yield FittingWay((division,), part, space.step_time(part))
             continue
-        tries = [_remedy(part, space, change) for change in saving_memory(part, space)]
-        for way in _sets(part, [r for r in tries if "recipe" not in r.changes], space, most=1):
-            (remedy,) = way.remedies
-            if space.holds(plan.but(**remedy.changes).memory):
+        for change in saving_memory(part, space):
+            eased = change.of(part)
+            if "recipe" in change.arguments or not space.holds(eased.memory):
+                continue
+            if space.holds(plan.but(**change.arguments).memory):
                 continue
             parts = division.changes[kind]
             alone = replace(division, how=f"{kind}={parts}", changes={kind: parts})
             # a smaller batch has the division's micro-batches in its own
-            yield FittingWay((alone if "accumulate" in remedy.changes else division, remedy), way.plan, way.time)
+            chosen = (alone if "accumulate" in change.arguments else division, _remedy(part, space, change))
+            yield FittingWay(chosen, eased, space.step_time(eased))
 
 
 def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOST_TOGETHER) -> list[FittingWay]:
