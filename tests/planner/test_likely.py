@@ -105,7 +105,7 @@ def test_errors_of_runs_that_were_left_out():
     assert median(errors(STATED)) <= 0.12
     assert at(errors(STATED), 0.9) <= 0.25
     # a tenth are Surogate's on an H100, which take a second whatever the model
-    assert at(errors(DENSE), 0.9) <= 0.27
+    assert at(errors(DENSE), 0.9) <= 0.26
     # experts: from one version of a program to the next by twice, and some were not grouped at all
     assert at(errors(RUNS), 0.9) <= 0.30
 
