@@ -195,7 +195,8 @@ def _check(path: Path) -> None:
         raise FileNotFoundError(f"There is no folder {path}: give the run_dir of a session, as seen from here.")
     if not path.is_dir():
         raise ValueError(f"{path} is a file: give the folder that it is in, the run_dir of a session.")
-    if any(path.iterdir()) and not _is_run(path):
+    # a hidden file may be the draft of a run's first
+    if any(not each.name.startswith(".") for each in path.iterdir()) and not _is_run(path):
         raise ValueError(f"{path} is not the folder of a run: it has neither {RECORDS} nor {FILE}.")
 
 

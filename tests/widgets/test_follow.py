@@ -192,3 +192,14 @@ def test_a_session_is_followed_and_stopped_through_its_folder(tmp_path):
     assert list(state.loss.last or ()) == [session.steps, frame["loss"].iloc[-1]]
     assert state.tokens == frame["tokens"].sum()
     assert "seen from afar" in [event.text for event in state.events]
+
+
+def test_a_run_that_writes_its_first_file_is_waited_for(tmp_path):
+    """A file is written under a hidden name first, so that a run's folder may hold nothing else for a moment."""
+    (tmp_path / ".run.json.123").write_text("{")
+    view = View()
+    seen = watch(tmp_path, view=view, every_s=0.01)
+    says(tmp_path, "done", 1)
+    grow(tmp_path, line(1))
+    assert seen.wait()
+    assert view.shown[-1] == {tmp_path.name: (1, "done")}
