@@ -31,7 +31,7 @@ RUFF_AND_MYPY := $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . &
 # one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
 TESTS := OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile
 # A process of tests that dies, or a test that hangs where no signal reaches it, ends all with its name: a run that waits says nothing.
-TESTS += --max-worker-restart 0 -o faulthandler_timeout=420 -o faulthandler_exit_on_timeout=true
+TESTS += --max-worker-restart 0 -o faulthandler_timeout=1260 -o faulthandler_exit_on_timeout=true
 UNITS := $(TESTS) --timeout 300 -m "not gpu and not soak"
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"

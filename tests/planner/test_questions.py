@@ -647,6 +647,13 @@ def test_a_model_is_divided_where_that_helps():
     shared = ways["expert_parallel=8, recompute='full'"]
     assert shared.plan.fits()
     assert shared.step_ms < min(way.step_ms for how, way in ways.items() if "tensor" in how)
+    # so large that it takes three: no part of them can be left out, and none changes what trains
+    large = plan("llama-3.1-70b", batch=1, length=131072, gpu="H100", gpus=64)
+    first = large.fitting().ways[0]
+    assert first.how == "tensor_parallel=4, accumulate=4, zero=3, recompute='full'"
+    for left_out in first.remedies:
+        rest: dict[str, Any] = {k: v for r in first.remedies if r != left_out for k, v in r.changes.items()}
+        assert not large.but(**rest).fits()
     for alone in (p.but(gpus=1), p.but(tensor_parallel=2), p.but(training=False), p.but(fusion="fused")):
         assert not {name for r in alone.fitting(gib=20).remedies for name in r.changes if name.endswith("_parallel")}
 

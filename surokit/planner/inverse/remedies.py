@@ -2,9 +2,9 @@
 
 The remedies are the changes that save memory (changes.py). The ways are the sets of one or two of them, and where there
 is none of three, that make the plan fit and of which none can be left out, those with the least time of a step first. A model that
-is divided over the plan's GPUs is a plan of its own, with remedies of its own, of which it takes one at most. Whatever a
-remedy puts on the host has to fit there too, where the host's memory is known. What changes the recipe, and with it what trains, is
-taken where nothing else suffices.
+is divided over the plan's GPUs is a plan of its own, with remedies of its own: one, or where none suffices ZeRO and one more.
+Whatever a remedy puts on the host has to fit there too, where the host's memory is known. What changes the recipe, and with it what
+trains, is taken where nothing else suffices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _SHOWN = 8  # ways that a Fitting prints
 
 @dataclass(frozen=True)
 class Remedy:
-    """A Remedy is one change: `how` to write it, what it `costs`, the GiB that the plan takes with it alone, and the host's GiB.
+    """A Remedy is one change: `how` to write it, what it `costs`, the GiB that the plan takes with it alone, and the host's GiB; in
+    a way that divides the model the divided plan is meant.
 
     `fits` says whether GPU and host have that much, `hosted` whether the host has; a host whose memory is not known has room for
     everything. `step_ms` is the time of a step with it, None where that is not known.
@@ -271,9 +272,10 @@ def _ways(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingW
 
 
 def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Space) -> Iterator[FittingWay]:
-    """Yield the ways to make a divided model fit: as it is, or with one remedy that leaves the recipe and does not suffice alone.
+    """Yield the ways to make a divided model fit: as it is, with one remedy that leaves the recipe and does not suffice alone, or
+    with ZeRO and another where none does.
 
-    Of each kind of division the fewest parts that fit are taken, since more send and wait more.
+    Of each kind of division the fewest parts that fit by themselves are the last, since more send and wait more.
     """
     found: set[str] = set()
     for division, part in divided:
@@ -284,17 +286,21 @@ def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Spa
             found.add(kind)
             yield FittingWay((division,), part, space.step_time(part))
             continue
-        for change in saving_memory(part, space):
-            eased = change.of(part)
-            if "recipe" in change.arguments or not space.holds(eased.memory):
+        changes = [change for change in saving_memory(part, space) if "recipe" not in change.arguments]
+        sets: list[tuple[Change, ...]] = [(change,) for change in changes if space.holds(change.of(part).memory)]
+        if not sets:
+            sharded = [change for change in changes if "zero" in change.arguments]
+            pairs = [(zero, change) for zero in sharded[-1:] for change in changes if change not in sharded]
+            sets = [pair for pair in pairs if space.holds(part.but(**merged(c.arguments for c in pair)).memory)]
+        for some in sets:
+            arguments = merged(change.arguments for change in some)
+            if space.holds(plan.but(**arguments).memory):
                 continue
-            if space.holds(plan.but(**change.arguments).memory):
-                continue
-            parts = division.changes[kind]
+            eased, parts = part.but(**arguments), division.changes[kind]
             alone = replace(division, how=f"{kind}={parts}", changes={kind: parts})
             # a smaller batch has the division's micro-batches in its own
-            chosen = (alone if "accumulate" in change.arguments else division, _remedy(part, space, change))
-            yield FittingWay(chosen, eased, space.step_time(eased))
+            first = alone if "accumulate" in arguments else division
+            yield FittingWay((first, *(_remedy(part, space, c) for c in some)), eased, space.step_time(eased))
 
 
 def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOST_TOGETHER) -> list[FittingWay]:
