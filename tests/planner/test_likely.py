@@ -235,6 +235,7 @@ def test_an_adapter_takes_less_time_than_training_all():
 def test_an_interval_is_of_what_trains():
     """Full training varies least, adapters more, and experts most."""
     given: dict[str, Any] = {"gpu": "H100", "batch": 1, "length": 2048, "layers": "transformers"}
+    small: dict[str, Any] = {"batch": 1, "length": 512}
     every = planned("llama-3.1-8b", **given)
     adapter = planned("llama-3.1-8b", recipe=sk.BF16.lora(16), **given)
     routed = planned("mixtral-8x7b-v0.1", recipe=sk.BF16.lora(16), **given)
@@ -242,7 +243,11 @@ def test_an_interval_is_of_what_trains():
     assert widths == sorted(widths)
     assert widths[0] < 1.5 < widths[1] < 2
     said = [plan.likely.how.partition(", ")[2] for plan in (every, adapter, routed)]
-    assert said == ["eager", "eager, with adapters", "eager, with experts"]
+    assert said == ["eager", "eager", "eager, with experts"]
+    assert every.likely.how == adapter.likely.how  # they are fitted together
+    assert planned("llama-3.1-8b", gpu="RTX-5090", engine="fused", **small).likely.how.startswith(
+        "fitted to 48 published"
+    )
 
 
 def test_engines_order_a_step():

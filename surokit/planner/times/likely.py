@@ -34,7 +34,7 @@ from surokit.planner.times.roofline import Estimate
 ANY = "any"  # in reached.csv: of what no published run has
 #: (ms that a step computes, the host) -> ms of the step with what is kept on the host
 WithHost = Callable[[float, Host], float]
-EXPERTS, ADAPTERS = "experts", "adapters"  # in reached.csv: of models that have some
+EXPERTS, ADAPTERS = "experts", "adapters"  # in reached.csv: of models with experts, and of adapters that are trained
 #: Hosts differ: AdamW updates 4.6e9 parameters a second on the node of ml-engineering's H200s, and 1.1e9 on that of the article on
 #: ZenFlow. The likely host is the former, the interval reaches to one so many times slower.
 SLOWER_HOSTS = 4.0
@@ -169,7 +169,7 @@ def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost 
         ms, slowest = with_host(ms, host), with_host(ms, slow)
     kind = kind_of(estimate)
     seen, low, high = interval(gpu, engine, reached, kind)
-    runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{f', with {kind}' * (kind != ANY)}"
+    runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{', with experts' * (kind == EXPERTS)}"
     how = f"fitted to {seen} published {runs} of {of}" if seen else f"no published run of {of}"
     if setup.division.gpus > 1:
         how += ", few tensor or pipeline parallel"
@@ -332,9 +332,13 @@ def kind_of(estimate: Estimate) -> str:
 
 
 def interval(gpu: Gpu, engine: Engine, reached: Reached, kind: str) -> tuple[int, float, float]:
-    """Return (number of published runs of this kind, GPU and engine, low, high): the last two times a likely time are its p10 and
-    p90."""
-    return int(reached.get(("runs", pair(gpu, engine, kind)), 0)), reached["low", kind], reached["high", kind]
+    """Return (number of published runs of this GPU and engine, low, high): the last two times a likely time are its p10 and p90.
+
+    Runs with adapters and without are fitted together, and only how far they are off is told apart; those with experts count alone.
+    """
+    kinds = (EXPERTS,) if kind == EXPERTS else (ANY, ADAPTERS)
+    seen = sum(reached.get(("runs", pair(gpu, engine, each)), 0) for each in kinds)
+    return int(seen), reached["low", kind], reached["high", kind]
 
 
 def pair(gpu: Gpu, engine: Engine, kind: str) -> str:
