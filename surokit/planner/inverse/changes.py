@@ -114,8 +114,8 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
             yield Change(changes, f"{costs}; precision: moments in 8 bits")
 
 
-def dividing(plan: Plan) -> Iterator[Change]:
-    """Yield the changes that divide the model itself over the plan's GPUs, with as many tokens a step as before.
+def dividing(plan: Plan) -> Iterator[tuple[Change, Plan]]:
+    """Yield the changes that divide the model itself over the GPUs, each with its plan: as many tokens a step as before.
 
     GPUs that share layers take each micro-batch together, so that a step has as many times more of them; those that share experts
     have each its own.
@@ -133,8 +133,7 @@ def dividing(plan: Plan) -> Iterator[Change]:
             together = {} if name == "expert_parallel" else {"accumulate": s.accumulate * parts}
             change = Change({name: parts, **together}, cost)
             with suppress(ValueError):  # GPUs, heads or layers that so many do not divide
-                change.of(plan)
-                yield change
+                yield change, change.of(plan)
 
 
 def smaller_batch(plan: Plan, space: Space) -> Change:

@@ -178,7 +178,7 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     space = _space(plan, gib, host)
     memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
     tries = tuple(_remedy(plan, space, change) for change in saving_memory(plan, space))
-    divided = [(_remedy(plan, space, change), change.of(plan)) for change in dividing(plan)]
+    divided = [(_remedy(plan, space, change), part) for change, part in dividing(plan)]
     ways = () if space.holds(memory) else _fastest([*_ways(plan, tries, space), *_divided_ways(plan, divided, space)])
     ways = tuple(way for way in ways if way.trains_the_same) or ways
     in_ways = {tuple(remedy.changes) for way in ways for remedy in way.remedies}
