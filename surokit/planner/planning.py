@@ -263,9 +263,10 @@ class Plan:
         `memory_gib`."""
         return remedies.fitting(self, gib=gib, host=host)
 
-    def faster(self, *, gib: float | None = None) -> speedups.Faster:
-        """Predict what fusing, CUDA graphs, less recompute and a cached W' save of a step, and choose among them."""
-        return speedups.faster(self, gib=gib)
+    def faster(self, *, gib: float | None = None, host: Host | None = None) -> speedups.Faster:
+        """Predict what fusing, CUDA graphs, less recompute and a cached W' save of a step, and choose among them; beside them
+        what the fastest recipe would save."""
+        return speedups.faster(self, gib=gib, host=host)
 
     def binds(self) -> remedies.Binds:
         """Name the largest term of memory and of time, and what makes either smaller."""

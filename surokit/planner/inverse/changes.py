@@ -55,39 +55,60 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
         yield smaller_batch(plan, space)
     if s.training and s.replicas > 1:
         for stage in range(s.zero + 1, 3):
-            after_each = stage == 2 and s.accumulate > 1
-            costs = (
-                "traffic between GPUs: gradients after each micro-batch"
-                if after_each
-                else "no more traffic between GPUs"
-            )
-            yield Change({"zero": stage}, f"{costs} (arXiv 1910.02054)")
+            costs = "time: gathering the updated weights overlaps with nothing (arXiv 1910.02054)"
+            if stage == 2:
+                sent = "traffic between GPUs: gradients after each micro-batch; " if s.accumulate > 1 else ""
+                costs = f"{sent}{costs}; memory: shards of the weights beside them"
+            yield Change({"zero": stage}, costs)
     if s.training and s.optimizer == "adamw":
         yield Change({"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)")
     if s.training and s.replicas > 1 and s.zero < 3:
-        traffic = "half as much traffic between GPUs again (arXiv 1910.02054)"
+        traffic = "traffic between GPUs: half as much again, behind forward and backward (arXiv 1910.02054)"
         if s.accumulate > 1:
             traffic = "traffic between GPUs: weights and gradients in each micro-batch (arXiv 1910.02054)"
         if frozen(plan.recipe):
             traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
         yield Change({"zero": 3}, traffic)
-    if s.training and s.recompute == "none" and s.fusion.fuses:
-        yield Change({"recompute": "selective"}, "time: norms and SwiGLU again")
-    elif keeps and s.recompute == "none" and s.layers == "transformers":
-        yield Change({"recompute": "selective"}, f"{_more_flops(plan, 'selective')}; torch's selective checkpointing")
-    if keeps and s.recompute != "full":
-        costs = "; sk.fuse(model, recompute='full')" if s.layers == "surokit" else ""
-        yield Change({"recompute": "full"}, _more_flops(plan, "full") + costs)
+    yield from _computing_again(plan)
     yield from _on_the_host(plan, space)
     if s.training and s.master and not frozen(plan.recipe):
         yield Change({"master": False}, "precision: updates below the weights' own step are rounded away")
     yield from _smaller_weights(plan)
 
 
+def _computing_again(plan: Plan) -> Iterator[Change]:
+    """Yield the changes that keep fewer activations, and compute them again; for our layers `sk.fuse` does so, which fuses them."""
+    s = plan.setup
+    keeps = s.training and not plan.memory.left_out
+    fused = {"fusion": "fused"} if keeps and fusable(plan) else {}
+    if fused:
+        yield Change(fused, "nothing: sk.fuse(model)")
+    fuses = fused if s.layers == "surokit" else {}
+    if s.training and s.recompute == "none" and (s.fusion.fuses or fuses):
+        yield Change(
+            {**fuses, "recompute": "selective"}, "time: norms and SwiGLU again; sk.fuse(model, recompute='selective')"
+        )
+    elif keeps and s.recompute == "none" and s.layers == "transformers":
+        yield Change({"recompute": "selective"}, f"{_more_flops(plan, 'selective')}; torch's selective checkpointing")
+    if keeps and s.recompute != "full":
+        costs = "; sk.fuse(model, recompute='full')" if s.layers == "surokit" else ""
+        yield Change({**fuses, "recompute": "full"}, _more_flops(plan, "full") + costs)
+
+
 def _more_flops(plan: Plan, recompute: str) -> str:
     """Say how many FLOPs more computing again takes."""
     again = plan.but(recompute=recompute).compute
     return f"time: {again.recompute / again.model:.0%} more FLOPs" if again else "time: each layer's forward again"
+
+
+def fusable(plan: Plan) -> bool:
+    """True if `sk.fuse` fuses the plan's layers on its GPU, and they are not planned as fused yet."""
+    s, engine = plan.setup, plan.asked.question.engine
+    if s.device != "cuda" or s.fusion.fuses or s.division.divides or engine not in (None, "fused"):
+        return False
+    if s.recompute == "mlp" or s.recompute_blocks:  # which it does not have
+        return False
+    return plan.shape is not None and built_here(plan.shape)
 
 
 def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
@@ -197,10 +218,8 @@ def saving_time(plan: Plan) -> Iterator[Change]:
     setup = plan.setup
     if not setup.training:
         return
-    on_gpu, asked = setup.device == "cuda", plan.asked.question
-    fusable = plan.shape is not None and built_here(plan.shape) and asked.engine in (None, "fused")
-    fusable = fusable and not setup.division.divides
-    if on_gpu and fusable and not setup.fusion.fuses:
+    on_gpu = setup.device == "cuda"
+    if fusable(plan):
         yield Change({"fusion": "fused"})
     if on_gpu and not setup.graphs:
         yield Change({"graphs": True})

@@ -1,10 +1,10 @@
 """Find the changes that make a plan fit, and its largest terms of memory and time; each change is planned, and its effect shown.
 
-The remedies are the changes that save memory (changes.py). The ways are the sets of one or two of them, and where there
-is none of three, that make the plan fit and of which none can be left out, those with the least time of a step first. A model that
-is divided over the plan's GPUs is a plan of its own, with remedies of its own: one, or where none suffices ZeRO and one more.
-Whatever a remedy puts on the host has to fit there too, where the host's memory is known. What changes the recipe, and with it what
-trains, is taken where nothing else suffices.
+The remedies are the changes that save memory (changes.py). The ways are the sets of one or two of them, and where there is none of
+three, that make the plan fit, those with the least time of a step first; a set has more than another only where it is faster. A
+model that is divided over the plan's GPUs is a plan of its own, with remedies of its own: one, or where none suffices ZeRO and one
+more. Whatever a remedy puts on the host has to fit there too. What changes the recipe, and with it what trains, is taken where
+nothing else suffices.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from surokit import units
 from surokit.planner.inverse.budgets import Space, known_memory_budget, memory_budget
 from surokit.planner.inverse.changes import Change, dividing, merged, saving_memory, smaller_batch
 from surokit.planner.inverse.recipe_choice import compare_recipes
+from surokit.planner.inverse.speedups import Faster, faster
 from surokit.planner.offload.formulas import Host, asked_host
 from surokit.tables import data_frame, html_table, text_table
 
@@ -34,15 +36,18 @@ if TYPE_CHECKING:
 NOTICEABLE = 0.01
 _MOST_TOGETHER = 3  # remedies that are tried in every set
 _SHOWN = 8  # ways that a Fitting prints
+_GAIN = 0.02  # of a step that a remedy more has to save
+#: GiB of the host for each GPU where its memory is not known: a DGX H100 has 2 TiB for eight (NVIDIA's user guide).
+USUAL_HOST_GIB = 256.0
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A Remedy is one change: `how` to write it, what it `costs`, the GiB that the plan takes with it alone, and the host's GiB; in
-    a way that divides the model the divided plan is meant.
+    """A Remedy is one change: `how` to write it, what it `costs`, the GiB that the plan takes with it alone, and those of the host
+    for each GPU; in a way that divides the model the divided plan is meant.
 
-    `fits` says whether GPU and host have that much, `hosted` whether the host has; a host whose memory is not known has room for
-    everything. `step_ms` is the time of a step with it, None where that is not known.
+    `fits` says whether GPU and host have that much, `hosted` whether the host has. `step_ms` is the time of a step with it, None
+    where that is not known.
     """
 
     how: str
@@ -70,6 +75,11 @@ class FittingWay:
         return ", ".join(remedy.how for remedy in self.remedies)
 
     @property
+    def changed(self) -> frozenset[str]:
+        """Return the names of the arguments that the remedies change."""
+        return frozenset(name for remedy in self.remedies for name in remedy.changes)
+
+    @property
     def trains_the_same(self) -> bool:
         """True if no remedy changes the recipe."""
         return not any("recipe" in remedy.changes for remedy in self.remedies)
@@ -87,7 +97,8 @@ class Fitting:
     The fastest way is the first, and `path` are its remedies; ways without a known time come last, in the order of their costs.
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
     nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a way.
-    `host_room_gib` is the host's memory, None where it is not known. `kind` is that of the times of a step.
+    `host_room_gib` is the host's memory for each GPU, None where it is not known: ways then take at most `USUAL_HOST_GIB` of it.
+    `host` is the one that times are of, None for a usual one. `kind` is that of the times.
     """
 
     room_gib: float
@@ -98,6 +109,7 @@ class Fitting:
     sentence: str
     host_room_gib: float | None = None
     kind: str = ""
+    host: Host | None = None
 
     @property
     def path(self) -> tuple[Remedy, ...]:
@@ -108,6 +120,16 @@ class Fitting:
     def already(self) -> bool:
         """True if the plan fits as it is."""
         return self.plan is not None and not self.path
+
+    @cached_property
+    def faster(self) -> tuple[FittingWay, Faster] | None:
+        """Return the way that becomes the fastest of the first by what makes a step faster, and that: fusing and the like, and the
+        recipe that is fastest with it; None where nothing makes one faster than the first."""
+        tries = [(w, faster(w.plan, gib=self.room_gib, host=self.host)) for w in self.ways[:_SHOWN] if w.time]
+        if not tries:
+            return None
+        way, found = min(tries, key=lambda tried: tried[1].least_ms)
+        return (way, found) if found.least_ms < tries[0][1].step_ms else None
 
     def table(self) -> pd.DataFrame:
         """Return the remedies as a DataFrame, one a row: remedy, gib, step_ms, fits, host_gib, hosted, costs."""
@@ -130,7 +152,7 @@ class Fitting:
                 units.gib(r.gib),
                 _ms(r.step_ms),
                 "would fit" if r.fits and not self.already else "",
-                units.gib(r.host_gib) if r.host_gib else "",
+                _if_any(r.host_gib),
                 "" if r.hosted else "does not fit",
                 r.costs,
             )
@@ -139,34 +161,52 @@ class Fitting:
 
     def _ways(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [
-            (w.how, units.gib(w.plan.memory.gib), _ms(w.step_ms)) for w in self.ways[:_SHOWN]
+            (w.how, units.gib(w.plan.memory.gib), _ms(w.step_ms), _if_any(w.plan.memory.host_gib))
+            for w in self.ways[:_SHOWN]
         ]
         more = len(self.ways) - _SHOWN
-        return [*rows, (f"and {more} more: .together()", "", "")] if more > 0 else rows
-
-    _HEADER = ("one at a time", "leaves", "a step", "", "on the host", "", "and costs")
+        return [*rows, (f"and {more} more: .together()", "", "", "")] if more > 0 else rows
 
     @property
-    def _ways_header(self) -> tuple[str, str, str]:
-        return ("what fits, the fastest first", "leaves", f"a step ({self.kind})" if self.kind else "")
+    def _host_header(self) -> str:
+        used = any(r.host_gib for r in self.remedies) or any(w.plan.memory.host_gib for w in self.ways)
+        return "host, for each GPU" if used else ""
+
+    @property
+    def _header(self) -> tuple[str, ...]:
+        return ("one at a time", "leaves", "a step", "", self._host_header, "", "and costs")
+
+    @property
+    def _ways_header(self) -> tuple[str, ...]:
+        time = f"a step ({self.kind})" if self.kind else ""
+        return ("what fits, the fastest first", "leaves", time, self._host_header)
 
     def _title(self) -> str:
         room = units.gib(self.room_gib)
         if self.host_room_gib is not None:
-            room += f", and {units.gib(self.host_room_gib)} of the host's"
+            room += f", and {units.gib(self.host_room_gib)} of the host's for each GPU"
+        elif self._host_header:
+            room += f", and {units.gib(USUAL_HOST_GIB)} of the host's for each GPU (as is usual: give host=)"
         return f"{units.gib(self.gib)} into {room}: {self.sentence}"
 
+    def _and_faster(self) -> str:
+        if self.faster is None:
+            return ""
+        way, found = self.faster
+        steps = [f"{way.how}: {_ms(way.step_ms)}", *(f"{then.how}: {_ms(then.step_ms)}" for then in found.counted)]
+        return f"faster still: {', then '.join(steps)}" + " (a race tells whether it trains as well)" * found.in_recipe
+
     def __repr__(self) -> str:
-        ways = [text_table(self._ways(), header=self._ways_header, right=(1, 2))] if self.ways else []
-        table = [text_table(self._rows(), header=self._HEADER, right=(1, 2, 4))] if self.remedies else []
-        return "\n".join([self._title(), *ways, *table])
+        ways = [text_table(self._ways(), header=self._ways_header, right=(1, 2, 3))] if self.ways else []
+        quicker = [f"  {self._and_faster()}"] if self.faster else []
+        table = [text_table(self._rows(), header=self._header, right=(1, 2, 4))] if self.remedies else []
+        return "\n".join([self._title(), *ways, *quicker, *table])
 
     def _repr_html_(self) -> str:
-        ways = (
-            html_table(self._ways(), header=self._ways_header, right=(1, 2), title=self._title()) if self.ways else ""
-        )
-        title = "" if self.ways else self._title()
-        return ways + html_table(self._rows(), header=self._HEADER, right=(1, 2, 4), title=title)
+        ways = html_table(self._ways(), header=self._ways_header, right=(1, 2, 3), title=self._title())
+        if not self.ways:
+            return html_table(self._rows(), header=self._header, right=(1, 2, 4), title=self._title())
+        return ways + html_table(self._rows(), header=self._header, right=(1, 2, 4), title=self._and_faster())
 
 
 def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
@@ -175,8 +215,10 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     Without `host`, it is the one that a calibration of the plan's GPU measured. Raises ValueError where the memory to fit into is
     not known, TypeError for a host that is not a Host.
     """
-    space = _space(plan, gib, host)
-    memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
+    host = asked_host("fitting", host, plan.gpu)
+    host_room = host.memory_gib if host else None
+    space = Space(memory_budget(plan, gib), host_room or max(USUAL_HOST_GIB, plan.memory.host_gib), host)
+    memory = plan.memory
     tries = tuple(_remedy(plan, space, change) for change in saving_memory(plan, space))
     divided = [(_remedy(plan, space, change), part) for change, part in dividing(plan)]
     ways = () if space.holds(memory) else _fastest([*_ways(plan, tries, space), *_divided_ways(plan, divided, space)])
@@ -197,12 +239,7 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
         if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways
     )
     kind = next((way.time.kind for way in ways if way.time is not None), "")
-    return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind)
-
-
-def _space(plan: Plan, gib: float | None, host: Host | None) -> Space:
-    host = asked_host("fitting", host, plan.gpu)
-    return Space(memory_budget(plan, gib), (host and host.memory_gib) or math.inf, host)
+    return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind, host)
 
 
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -> str:
@@ -217,8 +254,10 @@ def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -
 
 
 def _takes(plan: Plan) -> str:
-    host = f", and {units.gib(plan.memory.host_gib)} on the host" if plan.memory.host else ""
-    return units.gib(plan.memory.gib) + host
+    if not plan.memory.host:
+        return units.gib(plan.memory.gib)
+    each = " for each GPU" if plan.setup.gpus > 1 else ""
+    return f"{units.gib(plan.memory.gib)}, and {units.gib(plan.memory.host_gib)} on the host{each}"
 
 
 def _remedy(plan: Plan, space: Space, change: Change) -> Remedy:
@@ -238,6 +277,10 @@ def _remedy(plan: Plan, space: Space, change: Change) -> Remedy:
     )
 
 
+def _if_any(gib: float) -> str:
+    return units.gib(gib) if gib else ""
+
+
 def _ms(value: float | None) -> str:
     return "" if value is None else units.value(value, "ms")
 
@@ -254,8 +297,16 @@ def _without(plan: Plan) -> str:
 
 
 def _fastest(ways: Sequence[FittingWay]) -> tuple[FittingWay, ...]:
-    """Return the ways, those with the least time of a step first; those whose time is not known last, as they come."""
-    return tuple(sorted(ways, key=lambda way: math.inf if way.step_ms is None else way.step_ms))
+    """Return the ways, those with the least time of a step first, without those that change more than another and gain hardly
+    anything; those whose time is not known last, as they come."""
+
+    def ms(way: FittingWay) -> float:
+        return math.inf if way.step_ms is None else way.step_ms
+
+    def idle(way: FittingWay) -> bool:
+        return any(other.changed < way.changed and ms(other) <= (1 + _GAIN) * ms(way) for other in ways)
+
+    return tuple(sorted((way for way in ways if not idle(way)), key=ms))
 
 
 def _ways(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingWay]:
@@ -294,8 +345,6 @@ def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Spa
             sets = [pair for pair in pairs if space.holds(part.but(**merged(c.arguments for c in pair)).memory)]
         for some in sets:
             arguments = merged(change.arguments for change in some)
-            if space.holds(plan.but(**arguments).memory):
-                continue
             eased, parts = part.but(**arguments), division.changes[kind]
             alone = replace(division, how=f"{kind}={parts}", changes={kind: parts})
             # a smaller batch has the division's micro-batches in its own
@@ -304,20 +353,17 @@ def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Spa
 
 
 def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOST_TOGETHER) -> list[FittingWay]:
-    """Return the sets of one or two remedies that make the plan fit, and where there are none of up to `most`, of which none can be
-    left out."""
-    sets: list[set[int]] = []
+    """Return the sets of one or two remedies that make the plan fit, and where there are none of up to `most`."""
     found: list[FittingWay] = []
     for size in range(1, most + 1):
         if found and size > 2:
             break
         for chosen in combinations(range(len(remedies)), size):
             names = [name for i in chosen for name in remedies[i].changes]
-            if len(set(names)) < len(names) or any(known <= set(chosen) for known in sets):
+            if len(set(names)) < len(names):
                 continue
             way = _way(plan, [remedies[i] for i in chosen], space)
             if space.holds(way.plan.memory):
-                sets.append(set(chosen))
                 found.append(way)
     return found
 

@@ -1,7 +1,8 @@
-"""Find ways to make a step faster, and the memory that each takes: fusing, CUDA graphs, less recompute, W' cached.
+"""Find ways to make a step faster, and the memory that each takes: fusing, CUDA graphs, less recompute, W' cached, a recipe.
 
-Each way is planned on top of those taken before it, the least demanding first; one is taken where it saves time and still fits.
-Times are those that plans are compared by (`Plan.step_time`): likely ones, or predictions at measured rates.
+Each way is planned on top of those taken before it, the least demanding first; one is taken where it saves time and still fits, or
+takes no more memory than a plan that does not fit. The fastest recipe comes last, and is not taken: whether it trains as well is
+for a race to say. Times are those that plans are compared by (`Space.step_time`): likely ones, or predictions at measured rates.
 
     fusion='fused'             853.6 ms    -76.3 ms    +0.0 GiB  taken
     transposed='cached'        597.1 ms    -13.8 ms    +6.9 GiB  taken
@@ -9,12 +10,16 @@ Times are those that plans are compared by (`Plan.step_time`): likely ones, or p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner.inverse.budgets import known_memory_budget
+from surokit import units
+from surokit.planner.inverse.budgets import Space, known_memory_budget
 from surokit.planner.inverse.changes import saving_time
+from surokit.planner.inverse.recipe_choice import compare_recipes
+from surokit.planner.offload.formulas import Host, asked_host
 from surokit.planner.times.cost import StepTime
 from surokit.planner.times.roofline import why_no_estimate
 from surokit.tables import data_frame, html_table, text_table
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from surokit.planner.planning import Plan
 
 _LEAST = 0.001  # of a step; a way that saves less is not worth its memory
+_LEAST_OF_A_RECIPE = 0.02  # of a step; products of one kind differ by less from run to run
 
 
 @dataclass(frozen=True)
@@ -49,22 +55,47 @@ class FasterWay:
 
 @dataclass(frozen=True, repr=False)
 class Faster:
-    """A Faster holds the ways, each on top of those taken before it, and the plan with all that are taken; `kind` is that of the
-    times."""
+    """A Faster holds the ways, each on top of those taken before it, and the plan with all that are taken.
+
+    `kind` is that of the times; `fits` says whether that plan fits, None where the memory to fit into is not known.
+    """
 
     step_ms: float
     ways: tuple[FasterWay, ...]
     plan: Plan
     kind: str
+    fits: bool | None = None
+
+    @property
+    def counted(self) -> tuple[FasterWay, ...]:
+        """Return the ways that are taken, and last the recipe that is fastest then, where there is one."""
+        return tuple(way for way in self.ways if way.taken or "recipe" in way.changes)
+
+    @property
+    def in_recipe(self) -> bool:
+        """True if another recipe would make the step faster."""
+        return any("recipe" in way.changes for way in self.ways)
+
+    @property
+    def least_ms(self) -> float:
+        """Return the ms of a step with all that is `counted`."""
+        return self.counted[-1].step_ms if self.counted else self.step_ms
 
     @property
     def sentence(self) -> str:
-        taken = [way.how for way in self.ways if way.taken]
-        if not taken:
-            return f"a step of {self.step_ms:,.4g} ms ({self.kind}) gets no faster by any of these"
-        last = [way for way in self.ways if way.taken][-1]
-        gain = self.step_ms / last.step_ms
-        return f"{', '.join(taken)}: {self.step_ms:,.4g} ms to {last.step_ms:,.4g} ms ({self.kind}), {gain:.2f} times as fast"
+        """Say what is taken and what it gains, which recipe would be faster still, and whether the plan fits."""
+        taken, before = [way for way in self.ways if way.taken], units.value(self.step_ms, "ms")
+        if taken:
+            gain = self.step_ms / taken[-1].step_ms
+            to = f"{before} to {units.value(taken[-1].step_ms, 'ms')} ({self.kind})"
+            said = f"{', '.join(way.how for way in taken)}: {to}, {gain:.2f} times as fast"
+        elif any(way.saves_ms > _LEAST * self.step_ms and "recipe" not in way.changes for way in self.ways):
+            said = f"a step of {before} ({self.kind}) gets faster by nothing that fits"
+        else:
+            said = f"a step of {before} ({self.kind}) gets no faster by any of these"
+        if self.in_recipe:
+            said += f"; {units.value(self.least_ms, 'ms')} with {self.counted[-1].how}"
+        return f"{said}; it does not fit, plan.fitting() says what helps" if self.fits is False else said
 
     def table(self) -> pd.DataFrame:
         """Return the ways as a DataFrame, one a row: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
@@ -73,7 +104,7 @@ class Faster:
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
-            (w.how, f"{w.step_ms:,.4g} ms", f"{-w.saves_ms:+,.3g} ms", f"{w.adds_gib:+.2f} GiB", w.why)
+            (w.how, units.value(w.step_ms, "ms"), f"{-w.saves_ms:+,.3g} ms", f"{w.adds_gib:+.2f} GiB", w.why)
             for w in self.ways
         ]
 
@@ -87,19 +118,21 @@ class Faster:
         return html_table(self._rows(), header=self._HEADER, right=(1, 2, 3), title=self.sentence)
 
 
-def _time(plan: Plan) -> StepTime:
-    """Return the time of a step; without what is kept on the host, where that is not known: it is the same in every way."""
-    found = plan.step_time or plan.computing_time
-    assert found is not None
-    return found
-
-
-def faster(plan: Plan, *, gib: float | None = None) -> Faster:
+def faster(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Faster:
     """Find what makes a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
 
-    Raises ValueError where a step's time cannot be estimated, with what is missing.
+    Without `host`, it is as for `fitting`. Raises ValueError where a step's time cannot be estimated, with what is missing,
+    TypeError for a host that is not a Host.
     """
     room, now = known_memory_budget(plan, gib), plan
+    space = Space(math.inf if room is None else room, host=asked_host("faster", host, plan.gpu))
+
+    def time_of(plan: Plan) -> StepTime:
+        # without what is kept on the host, where that is not known: it is the same in every way
+        found = space.step_time(plan) or plan.computing_time
+        assert found is not None
+        return found
+
     if missing := why_no_estimate(plan.shape, plan.compute, plan.setup, plan.gpu):
         raise ValueError(f"faster() cannot tell: {missing}")
     ways = []
@@ -108,13 +141,29 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
         if "transposed" in changes and not now.setup.fusion.fuses:
             continue  # only a fused step keeps W'
         tried = change.of(now)
-        before, after = _time(now), _time(tried)
+        before, after = time_of(now), time_of(tried)
         saves = before.ms - after.ms
-        fits = room is None or tried.memory.gib <= room
+        fits = tried.memory.gib <= max(space.gib, now.memory.gib)
         worth = saves > _LEAST * before.ms
         why = "taken" if worth and fits else "does not fit" if worth else "no faster here"
         more = tried.memory.gib - now.memory.gib
         ways.append(FasterWay(how, changes, before.ms - saves, saves, tried.memory.gib, more, worth and fits, why))
         now = tried if worth and fits else now
-    first = _time(plan)
-    return Faster(first.ms, tuple(ways), now, first.kind)
+    if (recipe := _fastest_recipe(now, gib, time_of)) is not None:
+        ways.append(recipe)
+    first = time_of(plan)
+    return Faster(first.ms, tuple(ways), now, first.kind, None if room is None else now.memory.gib <= room)
+
+
+def _fastest_recipe(plan: Plan, gib: float | None, time_of: Callable[[Plan], StepTime]) -> FasterWay | None:
+    """Return the way with the fastest recipe that fits and trains as much, not taken; None where that is the plan's own."""
+    best = next((choice for choice in compare_recipes(plan, gib=gib) if choice.fastest), None)
+    if best is None or best.recipe == plan.recipe or best.products == "bf16":
+        return None
+    tried = plan.but(recipe=best.recipe)
+    ms, saves = time_of(tried).ms, time_of(plan).ms - time_of(tried).ms
+    if saves <= _LEAST_OF_A_RECIPE * ms:
+        return None
+    gib, more = tried.memory.gib, tried.memory.gib - plan.memory.gib
+    changes = {"recipe": best.recipe}
+    return FasterWay(f"recipe {best.name}", changes, ms, saves, gib, more, False, "other products: race it")
