@@ -25,6 +25,7 @@ from surokit import units
 
 if TYPE_CHECKING:
     from surokit.planner.inverse.recipe_choice import RecipeChoice
+    from surokit.planner.inverse.remedies import Fitting
     from surokit.planner.planning import Plan
     from surokit.racing.comparability import Difference
 
@@ -173,7 +174,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--tflops-per-gpu": "achieved TFLOPS of one GPU",
         "--mfu": "or its share of the dense BF16 peak",
         "--goodput": "share of the hours that makes progress (1)",
-        "--batch": "sequences a step, on one GPU",
+        "--batch": "sequences of a micro-batch, on each GPU, or on those that share a model",
         "--length": "tokens of a sequence",
         "--accumulate": "micro-batches a step (1)",
         "--recompute-blocks": "blocks that backward computes again (all, with --recompute)",
@@ -221,9 +222,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--fits", type=_number, metavar="GIB", help="does it fit in so many GiB? These questions take it for the GPU's"
     )
     asked.add_argument(
-        "--recipes", action="store_true", help="the same run in every recipe: time, memory, native or not"
+        "--recipes",
+        action="store_true",
+        help="the same run in every recipe: time, memory, native or not; with --fitting as it is made to fit",
     )
     asked.add_argument("--fitting", action="store_true", help="what would make it fit, and what each remedy costs")
+    asked.add_argument(
+        "--faster", action="store_true", help="what would make a step faster, and what memory that takes"
+    )
     asked.add_argument("--largest", choices=("batch", "length", "layers", "parameters"), help="the largest that fits")
     asked.add_argument("--days", type=_number, metavar="N", help="how many GPUs are done in so many days?")
     asked.add_argument(
@@ -597,7 +603,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
-_QUESTIONS = ("fits", "fitting", "recipes", "largest", "days", "serving", "concurrency", "plot", "all", "json")
+_QUESTIONS = (
+    "fits",
+    "fitting",
+    "faster",
+    "recipes",
+    "largest",
+    "days",
+    "serving",
+    "concurrency",
+    "plot",
+    "all",
+    "json",
+)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -640,6 +658,7 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
             else ""
         )
         said.append(f"What helps: {found.sentence}{takes}")
+        said += [_as_options(found)] if found.path else []
     if moments := narrow_moments(planned):
         said.append(moments[0].upper() + moments[1:])
     if (likely := planned.likely) is not None:
@@ -663,9 +682,17 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
         fits = planned.fits(gib)
         words = f"  {'fits' if fits else 'does not fit'} in {gib:g} GiB: {units.gib(planned.memory.gib)}"
         answers["fits"] = (fits, f"{words}, most of it {planned.memory.largest.name}")
+    fitted = None
     if arguments.fitting:
         found = planned.fitting(gib=gib)
-        answers["fitting"] = (found.table().to_dict("records"), str(found))
+        ways = {
+            name: table.to_dict("records") for name, table in (("ways", found.together()), ("remedies", found.table()))
+        }
+        answers["fitting"] = (ways, "\n".join([str(found), *([f"  {_as_options(found)}"] if found.path else [])]))
+        fitted = found.plan
+    if arguments.faster:
+        quicker = (fitted or planned).faster(gib=gib)
+        answers["faster"] = (quicker.table().to_dict("records"), f"  {quicker}")
     if arguments.largest is not None:
         most = questions.largest(planned, arguments.largest, gib=gib)
         room = f"{gib:g} GiB" if gib is not None or planned.gpu is None else f"{planned.gpu.name}'s memory"
@@ -676,8 +703,9 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
         words = f"  done within {arguments.days:g} days on {gpus:,} GPUs: {done.days:.2f} days"
         answers["gpus"] = (gpus, words + (f", {units.span(*done.usd_range, 'USD')}" if done.usd_range else ""))
     if arguments.recipes:
-        rows = recipe_choice.compare_recipes(planned, gib=gib)
-        answers["recipes"] = ([_choice_data(row) for row in rows], _choices_text(rows))
+        rows = recipe_choice.compare_recipes(fitted or planned, gib=gib)
+        title = f"every recipe: {(fitted or planned).title}"
+        answers["recipes"] = ([_choice_data(row) for row in rows], f"  {title}\n{_choices_text(rows)}")
     if arguments.serving is not None or arguments.concurrency is not None:
         prompt, output = arguments.serving or (512, 128)
         served = planned.serving(prompt, output, arguments.concurrency, gib=gib)
@@ -685,6 +713,24 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
     if arguments.plot is not None:
         answers["picture"] = (str(arguments.plot), f"  picture: {_plot(planned, arguments)}")
     return answers
+
+
+def _as_options(found: Fitting) -> str:
+    """Say the first way as options of this command."""
+    from surokit.planner.inverse.changes import merged
+
+    said: list[str] = []
+    left_out: list[str] = []
+    for name, value in merged(remedy.changes for remedy in found.path).items():
+        option = f"--{name.replace('_', '-')}"
+        if name == "recipe":
+            said += [option, value.name, *(["--lora", str(value.adapter.rank)] if value.adapter else [])]
+        elif value is False:
+            left_out.append(option)
+        else:
+            said += [option, *([] if value is True else [str(value)])]
+    without = f"{', ' * bool(said)}without {' '.join(left_out)}" if left_out else ""
+    return f"As options: {' '.join(said)}{without}"
 
 
 def _choice_data(row: RecipeChoice) -> dict[str, Any]:
@@ -696,12 +742,13 @@ def _choices_text(rows: Sequence[RecipeChoice]) -> str:
 
     def words(row: RecipeChoice) -> tuple[str, ...]:
         time = "" if row.step_ms is None else units.value(row.step_ms, "ms")
-        gain = "" if row.speedup is None else f"{row.speedup:.2f} x {row.against}"
+        gain = "" if row.speedup is None else f"{row.speedup:.2f} times {row.against}"
         fits = {True: "fits", False: "too large", None: ""}[row.fits]
         return (row.name, time, row.kind, gain, units.gib(row.gib), fits, row.products, "fastest" * row.fastest)
 
-    header = ("recipe", "step", "", "speedup", "memory", "", "products", "")
-    return "  every recipe\n" + text_table([words(row) for row in rows], header=header, right=(1, 4), indent="    ")
+    header = ("recipe", "step", "", "as fast as", "memory", "", "products", "")
+    table = text_table([words(row) for row in rows], header=header, right=(1, 4), indent="    ")
+    return f"{table}\n    native: on the GPU's tensor cores of that format; emulated: rounded to it, and computed in bfloat16"
 
 
 def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:

@@ -195,9 +195,42 @@ def test_what_would_make_a_plan_fit(config, capsys):
     said = planned(capsys, *arguments, "--fitting")
     assert "plan.fitting() says what helps" in "".join(said["answers"])
     fits = sk.plan(QWEN3_8B, length=2048, batch=1, gpu="A40").fitting()
-    assert [row["remedy"] for row in said["fitting"]] == list(fits.table().remedy)
+    assert [row["remedy"] for row in said["fitting"]["remedies"]] == list(fits.table().remedy)
+    assert [row["way"] for row in said["fitting"]["ways"]] == list(fits.together().way)
     assert cli.main(["plan", *map(str, arguments), "--fitting"]) == 0
     assert str(fits) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--batch 1 --length 2048 --gpu A40",
+        "--batch 2 --length 8192 --gpu H100 --gpus 4",
+        "--batch 1 --length 512 --gpu T4",
+        "--batch 1 --length 1024 --gpu L4 --lora 8",
+        "--batch 1 --length 512 --gpu RTX-4090 --gpus 2 --master --state-dtype fp32",
+    ],
+)
+def test_the_first_way_as_options_fits(config, capsys, arguments):
+    """They are what a terminal takes, and make the plan that the answer promises; recipes are compared where it fits."""
+    given = arguments.split()
+    assert cli.main(["plan", config, *given, "--fitting", "--recipes", "--faster"]) == 0
+    out = capsys.readouterr().out
+    (options,) = (line.partition(": ")[2] for line in out.splitlines() if "As options: " in line)
+    options, _, without = options.partition("without ")
+    kept = [word for word in given if word not in without.split()]
+    said = planned(capsys, config, *kept, *options.rstrip(", ").split())
+    assert said["answers"][0].startswith("Fits: ")
+    assert f"every recipe: {said['title']}\n" in out
+
+
+def test_what_makes_a_step_faster(config, capsys):
+    arguments = [config, "--length", 2048, "--batch", 1, "--gpu", "H200"]
+    said = planned(capsys, *arguments, "--faster")
+    quicker = sk.plan(QWEN3_8B, length=2048, batch=1, gpu="H200").faster()
+    assert [row["way"] for row in said["faster"]] == [way.how for way in quicker.ways]
+    assert cli.main(["plan", *map(str, arguments), "--faster"]) == 0
+    assert str(quicker) in capsys.readouterr().out
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(config, capsys):

@@ -351,14 +351,15 @@ def spread(runs: Sequence[Measured], apart: Sequence[float], without: str = "") 
     """Return the low and the high end of the interval, times a likely time: p10 and p90 of measured over left-out times.
 
     `without` leaves a source's runs out. A source with four times the runs weighs twice as much: how runs of one table differ is a
-    part of what is asked. Models with experts, and adapters, have intervals of their own.
+    part of what is asked. Models with experts, divided models and adapters have intervals of their own.
     """
     found: dict[tuple[str, str], float] = {}
-    for of in (ANY, likely.ADAPTERS, likely.EXPERTS):
+    for of in (ANY, likely.ADAPTERS, likely.DIVIDED, likely.EXPERTS):
         chosen = [i for i, m in enumerate(runs) if m.run.where != without and m.kind == of]
         weight = weights([runs[i] for i in chosen])
         ratios, w = [runs[i].ms / apart[i] for i in chosen], [float(each) for each in weight]
-        found |= {("low", of): quantile(ratios, w, LOW), ("high", of): quantile(ratios, w, HIGH)}
+        # few runs may all be slower than without them, and the likely time stays in its interval
+        found |= {("low", of): min(1.0, quantile(ratios, w, LOW)), ("high", of): max(1.0, quantile(ratios, w, HIGH))}
     return found
 
 

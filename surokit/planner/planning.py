@@ -599,7 +599,8 @@ def _title(asked: Asked, flops: ModelFlops) -> str:
     recipe, setup, tokens = asked.recipe, asked.setup, asked.run.tokens
     parts = [asked.subject.name]
     if recipe is not None:
-        parts.append(f"recipe {getattr(recipe, 'name', recipe)}")
+        rank = getattr(getattr(recipe, "adapter", None), "rank", 0)
+        parts.append(f"recipe {getattr(recipe, 'name', recipe)}{f' with LoRA of rank {rank}' * bool(rank)}")
     if tokens is not None:
         parts.append(f"{units.count(tokens)} tokens")
     if flops.step_tokens is not None:

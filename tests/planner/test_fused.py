@@ -23,6 +23,7 @@ from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import Setup
 from surokit.planner.counts.traffic import Load, loads
 from surokit.planner.inputs.fusion import comes_quantized, read_fusion
+from surokit.planner.inverse.recipe_choice import compare_recipes
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.planning import Plan
 from surokit.quantized import Quantized
@@ -436,6 +437,21 @@ def test_what_makes_a_step_faster(monkeypatch):
     assert hosted.faster().step_ms == hosted.computing_time.ms == hosted.estimate.step_ms
     slow = unfused.but(gpu=reached(790, launch_us=100)).faster()
     assert slow.ways[1].taken
+    # the fastest recipe that fits and trains as much is said, and not taken
+    whole = plan(QWEN3_8B, gpu="H200", fusion="fused", optimizer="adamw8bit", **RUN).faster()
+    (recipe,) = (way for way in whole.ways if "recipe" in way.changes)
+    best = next(c for c in compare_recipes(whole.plan) if c.fastest)
+    assert (recipe.how, recipe.step_ms, recipe.taken) == (f"recipe {best.name}", best.step_ms, False)
+    assert whole.least_ms == recipe.step_ms < whole.plan.step_time.ms
+    assert whole.sentence.endswith(f" ms with recipe {best.name}")
+    assert not plan(QWEN3_8B, gpu="A100", fusion="fused", **RUN).faster().in_recipe  # emulates them
+    # what takes no more memory than a plan that does not fit is worth it, and that it does not fit is said
+    large = plan(QWEN3_8B, gpu="H100", batch=4, length=8192).faster()
+    assert large.ways[0].taken
+    assert large.ways[0].adds_gib <= 0
+    assert (large.fits, found.fits) == (False, True)
+    assert large.sentence.endswith("; it does not fit, plan.fitting() says what helps")
+    assert "gets faster by nothing that fits" in tight.plan.faster(gib=unfused.memory.gib + 1).sentence
     with refused(ValueError):
         plan(QWEN3_8B, gpu="H200").faster()
     with refused(ValueError):

@@ -632,6 +632,32 @@ def test_what_fits_together_is_proposed_by_its_time():
             assert not alone.fits() or alone.step_time.ms > way.step_ms
 
 
+def test_the_step_of_a_way_gets_faster_still():
+    """By fusing and by a recipe, from whichever way becomes the fastest; nothing of it is taken by itself."""
+    p = plan(LLAMA_8B, batch=2, length=8192, gpus=4, gpu="H100")
+    found = p.fitting()
+    way, quicker = found.faster
+    assert way in found.ways
+    assert quicker.step_ms == way.step_ms
+    assert quicker.fits
+    assert quicker.in_recipe
+    *taken, recipe = quicker.counted
+    assert [each.how for each in taken] == ["fusion='fused'"]
+    final = quicker.plan.but(**recipe.changes)
+    assert final.fits()
+    assert final.step_time.ms == recipe.step_ms == quicker.least_ms < found.ways[0].step_ms
+    line = next(line for line in repr(found).splitlines() if "faster still" in line)
+    assert way.how in line
+    assert line.endswith(f"then {recipe.how}: {recipe.step_ms:,.0f} ms (a race tells whether it trains as well)")
+    assert "faster still" in found._repr_html_()
+    assert fitting(p, gib=200).faster is None
+    table = found.together()
+    assert (table.low_ms <= table.step_ms).all()
+    assert (table.high_ms > table.step_ms).all()
+    slow = p.but(gpus=1).fitting(host=Host(10, 1e9)).together()
+    assert list(slow.low_ms.isna()) == [bool(gib) for gib in slow.host_gib]  # times on this host are not the likely ones
+
+
 def test_a_model_is_divided_where_that_helps():
     """Over the plan's own GPUs, with as many tokens a step as before, and with what else a divided model can have."""
     p = plan("qwen2.5-32b", batch=2, length=16384, gpu="H100", gpus=8)
@@ -650,7 +676,7 @@ def test_a_model_is_divided_where_that_helps():
         assert len(way.remedies) == 1 or not p.but(**way.remedies[1].changes).fits()
     routed = plan("mixtral-8x7b-v0.1", batch=1, length=4096, gpu="H100", gpus=8)
     ways = {way.how: way for way in routed.fitting().ways}
-    shared = ways["expert_parallel=8, recompute='full'"]
+    shared = ways["expert_parallel=8, recompute='selective'"]
     assert shared.plan.fits()
     assert shared.step_ms < min(way.step_ms for how, way in ways.items() if "tensor" in how)
     # so large that it takes three: no part of them can be left out, and none changes what trains

@@ -34,7 +34,14 @@ from surokit.planner.times.roofline import Estimate
 ANY = "any"  # in reached.csv: of what no published run has
 #: (ms that a step computes, the host) -> ms of the step with what is kept on the host
 WithHost = Callable[[float, Host], float]
-EXPERTS, ADAPTERS = "experts", "adapters"  # in reached.csv: of models with experts, and of adapters that are trained
+#: in reached.csv: of models with experts, of others that GPUs share, and of adapters that are trained
+EXPERTS, DIVIDED, ADAPTERS = "experts", "divided", "adapters"
+#: What an interval is of, in words; that of full training on each GPU is not said.
+_INTERVALS = {
+    EXPERTS: "; the interval is of runs with experts",
+    DIVIDED: "; the interval is of the few runs that divide a model",
+    ADAPTERS: "; the interval is of runs with adapters",
+}
 #: Hosts differ: AdamW updates 4.6e9 parameters a second on the node of ml-engineering's H200s, and 1.1e9 on that of the article on
 #: ZenFlow. The likely host is the former, the interval reaches to one so many times slower.
 SLOWER_HOSTS = 4.0
@@ -171,8 +178,7 @@ def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost 
     seen, low, high = interval(gpu, engine, reached, kind)
     runs, of = "runs" if seen != 1 else "run", f"{gpu.name}, {engine}{', with experts' * (kind == EXPERTS)}"
     how = f"fitted to {seen} published {runs} of {of}" if seen else f"no published run of {of}"
-    if setup.division.gpus > 1:
-        how += ", few tensor or pipeline parallel"
+    how += _INTERVALS.get(kind, "")
     if estimate.communication.bytes and estimate.communication.ms is None:
         how += ", without communication, whose rate is not known"
     made_of = _made_of(terms, factors, ms, estimate.fill)
@@ -322,21 +328,26 @@ def architecture(gpu: Gpu) -> str:
 
 
 def kind_of(estimate: Estimate) -> str:
-    """Return what the interval of a step is of: EXPERTS where tokens are routed to some, ADAPTERS where these are trained, or ANY.
+    """Return what the interval of a step is of: EXPERTS where tokens are routed to some, DIVIDED where GPUs share a model, ADAPTERS
+    where these are trained, or ANY.
 
-    Runs with experts differ by more than others, from one version of a program to the next by twice, and those of adapters by
-    what a program's modules do in Python.
+    Runs with experts differ by more than others, from one version of a program to the next by twice; those of divided models by
+    how a program overlaps what is sent, and those of adapters by what its modules do in Python.
     """
     groups = {row.group for row in estimate.rows}
-    return EXPERTS if "routing" in groups else ADAPTERS if "adapter" in groups else ANY
+    if "routing" in groups:
+        return EXPERTS
+    if estimate.fill > 1 or estimate.communication.between_layers_ms:
+        return DIVIDED
+    return ADAPTERS if "adapter" in groups else ANY
 
 
 def interval(gpu: Gpu, engine: Engine, reached: Reached, kind: str) -> tuple[int, float, float]:
     """Return (number of published runs of this GPU and engine, low, high): the last two times a likely time are its p10 and p90.
 
-    Runs with adapters and without are fitted together, and only how far they are off is told apart; those with experts count alone.
+    All runs are fitted together, and only how far they are off is told apart; those with experts count alone.
     """
-    kinds = (EXPERTS,) if kind == EXPERTS else (ANY, ADAPTERS)
+    kinds = (EXPERTS,) if kind == EXPERTS else (ANY, DIVIDED, ADAPTERS)
     seen = sum(reached.get(("runs", pair(gpu, engine, each)), 0) for each in kinds)
     return int(seen), reached["low", kind], reached["high", kind]
 
