@@ -240,7 +240,7 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     divided = [(_remedy(plan, space, change), part) for change, part in dividing(plan)]
     ways = () if space.holds(memory) else _fastest([*_ways(plan, tries, space), *_divided_ways(plan, divided, space)])
     ways = tuple(way for way in ways if way.trains_the_same) or ways
-    in_ways = {tuple(remedy.changes) for way in ways for remedy in way.remedies}
+    in_ways = {_written(remedy) for way in ways for remedy in way.remedies}
     enough = plan if space.holds(memory) else ways[0].plan if ways else None
     if enough is plan:
         sentence = f"it fits as it is{_without(plan)}"
@@ -250,13 +250,24 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
         sentence = f"{together} {verb} it fit ({_takes(enough)}){_without(plan)}"
     else:
         sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
+    listed = (*tries, *(r for r, _ in divided))
     helping = tuple(
         r
-        for r in (*tries, *(r for r, _ in divided))
-        if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in in_ways
+        for r in listed
+        if _written(r) in in_ways
+        or (
+            r.gib
+            <= (1 - NOTICEABLE)
+            * min((o.gib for o in listed if o.changes.items() < r.changes.items()), default=memory.gib)
+        )
     )
     kind = next((way.time.kind for way in ways if way.time is not None), "")
     return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind, host)
+
+
+def _written(remedy: Remedy) -> str:
+    """Return how a remedy is written, a smaller batch of any size alike: a way has the one that fits beside the others."""
+    return "batch" if "batch" in remedy.changes else remedy.how
 
 
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -> str:
