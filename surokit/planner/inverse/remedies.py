@@ -227,10 +227,10 @@ class Fitting:
 
 
 def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
-    """Find the changes that make the plan fit into `gib` (the GPU's own memory without it) and into the host's, where it is known.
+    """Find the changes that make the plan fit into `gib` (the GPU's own memory without it) and into the host's.
 
-    Without `host`, it is the one that a calibration of the plan's GPU measured. Raises ValueError where the memory to fit into is
-    not known, TypeError for a host that is not a Host.
+    Without `host`, it is the one that a calibration of the plan's GPU measured; without a `memory_gib` of it, what is usual. Raises
+    ValueError where the memory to fit into is not known, TypeError for a host that is not a Host.
     """
     host = asked_host("fitting", host, plan.gpu)
     host_room = host.memory_gib if host else None
@@ -240,7 +240,6 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     divided = [(_remedy(plan, space, change), part) for change, part in dividing(plan)]
     ways = () if space.holds(memory) else _fastest([*_ways(plan, tries, space), *_divided_ways(plan, divided, space)])
     ways = tuple(way for way in ways if way.trains_the_same) or ways
-    in_ways = {_written(remedy) for way in ways for remedy in way.remedies}
     enough = plan if space.holds(memory) else ways[0].plan if ways else None
     if enough is plan:
         sentence = f"it fits as it is{_without(plan)}"
@@ -250,19 +249,18 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
         sentence = f"{together} {verb} it fit ({_takes(enough)}){_without(plan)}"
     else:
         sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
-    listed = (*tries, *(r for r, _ in divided))
-    helping = tuple(
-        r
-        for r in listed
-        if _written(r) in in_ways
-        or (
-            r.gib
-            <= (1 - NOTICEABLE)
-            * min((o.gib for o in listed if o.changes.items() < r.changes.items()), default=memory.gib)
-        )
-    )
+    helping = tuple(_helping(plan, (*tries, *(r for r, _ in divided)), ways))
     kind = next((way.time.kind for way in ways if way.time is not None), "")
     return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind, host)
+
+
+def _helping(plan: Plan, remedies: Sequence[Remedy], ways: Sequence[FittingWay]) -> Iterator[Remedy]:
+    """Yield the remedies that are part of a way, or leave noticeably less memory than the plan and than a part of their changes."""
+    in_ways = {_written(remedy) for way in ways for remedy in way.remedies}
+    for remedy in remedies:
+        less = [other.gib for other in remedies if other.changes.items() < remedy.changes.items()]
+        if _written(remedy) in in_ways or remedy.gib <= (1 - NOTICEABLE) * min(less, default=plan.memory.gib):
+            yield remedy
 
 
 def _written(remedy: Remedy) -> str:
