@@ -655,7 +655,9 @@ def test_the_step_of_a_way_gets_faster_still():
     assert (table.low_ms <= table.step_ms).all()
     assert (table.high_ms > table.step_ms).all()
     slow = p.but(gpus=1).fitting(host=Host(10, 1e9)).together()
-    assert list(slow.low_ms.isna()) == [bool(gib) for gib in slow.host_gib]  # times on this host are not the likely ones
+    assert list(slow.low_ms.isna()) == [
+        bool(gib) for gib in slow.host_gib
+    ]  # times on this host are not the likely ones
 
 
 def test_a_model_is_divided_where_that_helps():

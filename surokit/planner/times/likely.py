@@ -169,7 +169,7 @@ def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost 
     reached = _reached()
     engine, factors = setup.engine, factors_for(gpu, setup, reached)
     terms = terms_of(estimate, gpu)
-    ms = slowest = float(step_ms(terms, factors))
+    computes = ms = slowest = float(step_ms(terms, factors))
     if with_host is not None:
         host = published_host(gpu, setup.gpus)
         slow = replace(host, adam_params_s=host.adam_params_s / SLOWER_HOSTS)
@@ -181,7 +181,8 @@ def likely_step(estimate: Estimate, gpu: Gpu, setup: Setup, with_host: WithHost 
     how += _INTERVALS.get(kind, "")
     if estimate.communication.bytes and estimate.communication.ms is None:
         how += ", without communication, whose rate is not known"
-    made_of = _made_of(terms, factors, ms, estimate.fill)
+    alone = terms if estimate.fill == 1 else terms_of(replace(estimate, fill=1.0), gpu)
+    made_of = _made_of(alone, factors, computes, ms)
     return Likely(ms, ms * low, slowest * high, estimate.tokens, estimate.model_flop, how, made_of)
 
 
@@ -255,16 +256,15 @@ def step_ms(t: Terms, f: Factors) -> Any:
     return (device**4 + host**4) ** 0.25 + communication_ms(t, f) + f.constant_ms
 
 
-def _made_of(t: Terms, f: Factors, ms: float, fill: float) -> dict[str, float]:
-    """Return the ms of a step by what they are: sums to `ms`, of which the rest waits on the host.
+def _made_of(t: Terms, f: Factors, computes: float, ms: float) -> dict[str, float]:
+    """Return the ms of a step by what they are: sums to `ms`.
 
-    fill: times as long as it computes, for which a pipeline's GPU is busy or waits.
+    t           terms without a pipeline's bubble, in which a GPU waits for others until the step has taken `computes` ms
+    computes    ms of the step without what waits on the host
     """
-    device = device_ms(t, f)
-    parts = {name: part if name == "optimizer" else part / fill for name, part in device.items()}
-    parts |= {"bubble": sum(device.values()) - sum(parts.values()), "communication": communication_ms(t, f)}
-    computes = float(step_ms(t, f))
-    parts["launches"] = computes - sum(parts.values()) - f.constant_ms
+    device, busy = device_ms(t, f), float(step_ms(t, f))
+    parts = device | {"bubble": computes - busy, "communication": communication_ms(t, f)}
+    parts["launches"] = busy - sum(device.values()) - parts["communication"] - f.constant_ms
     parts |= {"rest": f.constant_ms, "on the host": ms - computes}
     return {name: float(part) for name, part in parts.items() if part}
 
