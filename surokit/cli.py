@@ -25,7 +25,6 @@ from surokit import units
 
 if TYPE_CHECKING:
     from surokit.planner.inverse.recipe_choice import RecipeChoice
-    from surokit.planner.inverse.remedies import Fitting
     from surokit.planner.planning import Plan
     from surokit.racing.comparability import Difference
 
@@ -229,6 +228,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     asked.add_argument("--fitting", action="store_true", help="what would make it fit, and what each remedy costs")
     asked.add_argument(
         "--faster", action="store_true", help="what would make a step faster, and what memory that takes"
+    )
+    asked.add_argument(
+        "--host-gib",
+        type=_number,
+        metavar="GIB",
+        help="the host's memory for each GPU, for --fitting and --faster (256)",
     )
     asked.add_argument("--largest", choices=("batch", "length", "layers", "parameters"), help="the largest that fits")
     asked.add_argument("--days", type=_number, metavar="N", help="how many GPUs are done in so many days?")
@@ -607,6 +612,7 @@ _QUESTIONS = (
     "fits",
     "fitting",
     "faster",
+    "host_gib",
     "recipes",
     "largest",
     "days",
@@ -637,12 +643,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         said = {"title": planned.title, "answers": planned.answers, "lines": lines, "notes": planned.all_notes}
         _print_json({**said, **found})
     else:
-        first = str(planned) if arguments.all else _in_short(planned, "fitting" in answers)
+        first = str(planned) if arguments.all else _in_short(planned, "fitting" in answers, arguments.host_gib)
         print("\n\n".join([first, *(text for _, text in answers.values())]))
     return 0
 
 
-def _in_short(planned: Plan, with_fitting: bool) -> str:
+def _in_short(planned: Plan, with_fitting: bool, host_gib: float | None) -> str:
     """Return what a person acts on: whether the plan fits and what would, its time and cost, what a step waits for, and the fastest
     recipe."""
     from surokit.planner.words import narrow_moments
@@ -650,7 +656,7 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
     said = [answer.partition("; plan.fitting()")[0] for answer in planned.answers]
     said += [f"Computes {units.value(planned.flops, 'FLOP')} in all"] if planned.flops is not None else []
     if planned.room_gib is not None and planned.memory.gib > planned.room_gib and not with_fitting:
-        found = planned.fitting()
+        found = planned.fitting(host_gib=host_gib)
         time = found.plan and found.plan.step_time
         takes = (
             f"; a step takes {units.value(time.ms, 'ms')} ({time.kind})"
@@ -658,7 +664,7 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
             else ""
         )
         said.append(f"What helps: {found.sentence}{takes}")
-        said += [_as_options(found)] if found.path else []
+        said += [f"As options: {_as_options(way.changes)}" for way in found.ways[:1]]
     if moments := narrow_moments(planned):
         said.append(moments[0].upper() + moments[1:])
     if (likely := planned.likely) is not None:
@@ -675,6 +681,7 @@ def _in_short(planned: Plan, with_fitting: bool) -> str:
 def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     """Return what was asked beside the plan: name -> (the answer as data, the answer in words)."""
     from surokit.planner.inverse import questions, recipe_choice
+    from surokit.planner.inverse.changes import merged
 
     gib = arguments.fits
     answers: dict[str, tuple[Any, str]] = {}
@@ -684,15 +691,19 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
         answers["fits"] = (fits, f"{words}, most of it {planned.memory.largest.name}")
     fitted = None
     if arguments.fitting:
-        found = planned.fitting(gib=gib)
-        ways = {
-            name: table.to_dict("records") for name, table in (("ways", found.together()), ("remedies", found.table()))
-        }
-        answers["fitting"] = (ways, "\n".join([str(found), *([f"  {_as_options(found)}"] if found.path else [])]))
+        found = planned.fitting(gib=gib, host_gib=arguments.host_gib)
+        tables = {"ways": found.together(), "remedies": found.table()}
+        options = [("the first", way.changes) for way in found.ways[:1]]
+        for way, then in found.faster_still:
+            changes = merged([way.changes, *(change.changes for change in then)])
+            options.append((units.value(then[-1].step_ms, "ms"), changes))
+        lines = [str(found), *(f"  as options, {name}: {_as_options(changes)}" for name, changes in options)]
+        answers["fitting"] = ({name: table.to_dict("records") for name, table in tables.items()}, "\n".join(lines))
         fitted = found.plan
     if arguments.faster:
-        quicker = (fitted or planned).faster(gib=gib)
-        answers["faster"] = (quicker.table().to_dict("records"), f"  {quicker}")
+        quicker = (fitted or planned).faster(gib=gib, host_gib=arguments.host_gib)
+        whose = "of the first that fits: " if fitted not in (None, planned) else ""
+        answers["faster"] = (quicker.table().to_dict("records"), f"  {whose}{quicker}")
     if arguments.largest is not None:
         most = questions.largest(planned, arguments.largest, gib=gib)
         room = f"{gib:g} GiB" if gib is not None or planned.gpu is None else f"{planned.gpu.name}'s memory"
@@ -715,22 +726,20 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
     return answers
 
 
-def _as_options(found: Fitting) -> str:
-    """Say the first way as options of this command."""
-    from surokit.planner.inverse.changes import merged
-
+def _as_options(changes: Mapping[str, Any]) -> str:
+    """Return arguments of a plan as options of this command."""
     said: list[str] = []
     left_out: list[str] = []
-    for name, value in merged(remedy.changes for remedy in found.path).items():
+    for name, value in changes.items():
         option = f"--{name.replace('_', '-')}"
         if name == "recipe":
             said += [option, value.name, *(["--lora", str(value.adapter.rank)] if value.adapter else [])]
-        elif value is False:
+        elif value in (False, None):
             left_out.append(option)
         else:
             said += [option, *([] if value is True else [str(value)])]
     without = f"{', ' * bool(said)}without {' '.join(left_out)}" if left_out else ""
-    return f"As options: {' '.join(said)}{without}"
+    return f"{' '.join(said)}{without}"
 
 
 def _choice_data(row: RecipeChoice) -> dict[str, Any]:

@@ -516,7 +516,7 @@ _ALIASES = {"nvfp4": "fp4", "qlora": "qnf4"}
 def find_recipe(recipe: Recipe | str) -> Recipe:
     """Return a recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter).
 
-    "fp4+qnf4" is FP4.store(QNF4), by the name that it has.
+    "fp4+qnf4" is FP4.store(QNF4), by the name that it has, and "fp8+lora" is FP8.lora().
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -530,7 +530,8 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
         return recipes[name]
     products, plus, storage = name.rpartition("+")
     if plus:
-        return find_recipe(products).store(find_recipe(storage))
+        found = find_recipe(products)
+        return found.lora() if storage == "lora" else found.store(find_recipe(storage))
     near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"There is no recipe {recipe!r}: {hint}known are {', '.join(recipes)}.")

@@ -65,6 +65,10 @@ def test_plan_says_what_to_act_on_and_all_of_it_when_asked(capsys):
     helps = next(line for line in large if "What helps" in line)
     assert plan.fitting().sentence in helps
     assert helps.endswith("ms (likely)")
+    (options,) = (line.strip().removeprefix("As options: ") for line in large if "As options: " in line)
+    assert said("--length", "8192", "--layers", "transformers", *options.split())[1].strip().startswith("Fits: ")
+    less = said("--length", "8192", "--layers", "transformers", "--host-gib", "8")
+    assert "on the host" not in next(line for line in less if "What helps" in line)
     assert not any("plan.fitting()" in line for line in large)
     assert not any("What helps" in line for line in said("--length", "8192", "--fitting"))
     assert said("--length", "8192", "--layers", "transformers", "--all") == str(plan).splitlines()
@@ -216,12 +220,18 @@ def test_the_first_way_as_options_fits(config, capsys, arguments):
     given = arguments.split()
     assert cli.main(["plan", config, *given, "--fitting", "--recipes", "--faster"]) == 0
     out = capsys.readouterr().out
-    (options,) = (line.partition(": ")[2] for line in out.splitlines() if "As options: " in line)
-    options, _, without = options.partition("without ")
-    kept = [word for word in given if word not in without.split()]
-    said = planned(capsys, config, *kept, *options.rstrip(", ").split())
-    assert said["answers"][0].startswith("Fits: ")
-    assert f"every recipe: {said['title']}\n" in out
+    lines = [line for line in out.splitlines() if line.startswith("  as options, ")]
+    assert len(lines) == 1 + sum("faster still: " in line for line in out.splitlines())
+    for line in lines:
+        which, _, options = line.removeprefix("  as options, ").partition(": ")
+        options, _, without = options.partition("without ")
+        kept = [word for word in given if word not in without.split()]
+        said = planned(capsys, config, *kept, *options.rstrip(", ").split())
+        assert said["answers"][0].startswith("Fits: ")
+        if which == "the first":
+            assert f"every recipe: {said['title']}\n" in out
+        else:
+            assert said["answers"][1].startswith(f"A step likely takes {which}, ")
 
 
 def test_what_makes_a_step_faster(config, capsys):

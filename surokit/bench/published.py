@@ -358,8 +358,10 @@ def spread(runs: Sequence[Measured], apart: Sequence[float], without: str = "") 
         chosen = [i for i, m in enumerate(runs) if m.run.where != without and m.kind == of]
         weight = weights([runs[i] for i in chosen])
         ratios, w = [runs[i].ms / apart[i] for i in chosen], [float(each) for each in weight]
-        # few runs may all be slower than without them, and the likely time stays in its interval
-        found |= {("low", of): min(1.0, quantile(ratios, w, LOW)), ("high", of): max(1.0, quantile(ratios, w, HIGH))}
+        found |= {("low", of): quantile(ratios, w, LOW), ("high", of): quantile(ratios, w, HIGH)}
+    # the divided runs are few, and no surer than others
+    found["low", likely.DIVIDED] = min(found["low", likely.DIVIDED], found["low", ANY])
+    found["high", likely.DIVIDED] = max(found["high", likely.DIVIDED], found["high", ANY])
     return found
 
 

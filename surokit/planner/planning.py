@@ -258,15 +258,19 @@ class Plan:
         that fit."""
         return recipe_choice.recipes(self, names, gib=gib)
 
-    def fitting(self, *, gib: float | None = None, host: Host | None = None) -> remedies.Fitting:
-        """Find the changes that make the plan fit, and the memory that each leaves: the host's too, where `host` has a
-        `memory_gib`."""
-        return remedies.fitting(self, gib=gib, host=host)
+    def fitting(
+        self, *, gib: float | None = None, host: Host | None = None, host_gib: float | None = None
+    ) -> remedies.Fitting:
+        """Find the changes that make the plan fit into `gib` and, for each GPU, `host_gib` of the host, and what each leaves and
+        costs."""
+        return remedies.fitting(self, gib=gib, host=host, host_gib=host_gib)
 
-    def faster(self, *, gib: float | None = None, host: Host | None = None) -> speedups.Faster:
+    def faster(
+        self, *, gib: float | None = None, host: Host | None = None, host_gib: float | None = None
+    ) -> speedups.Faster:
         """Predict what fusing, CUDA graphs, less recompute and a cached W' save of a step, and choose among them; beside them
         what the fastest recipe would save."""
-        return speedups.faster(self, gib=gib, host=host)
+        return speedups.faster(self, gib=gib, host=host, host_gib=host_gib)
 
     def binds(self) -> remedies.Binds:
         """Name the largest term of memory and of time, and what makes either smaller."""

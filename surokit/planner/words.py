@@ -321,6 +321,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.replicas == 1 and setup.zero:
         yield f"zero={setup.zero} shards nothing on one {'GPU' if setup.gpus == 1 else 'replica'}: give gpus="
+    if setup.fusion.fuses and (setup.recompute == "mlp" or setup.recompute_blocks):
+        yield "sk.fuse computes again what recompute='selective' or 'full' says, in all blocks: this step is of other programs"
     if moments := narrow_moments(plan):
         yield f"{moments}: state_dtype='fp32', master=True adds them"
     if gpu is not None and not gpu.has_bf16:

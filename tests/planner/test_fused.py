@@ -23,8 +23,8 @@ from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import Setup
 from surokit.planner.counts.traffic import Load, loads
 from surokit.planner.inputs.fusion import comes_quantized, read_fusion
-from surokit.planner.inverse.recipe_choice import compare_recipes
 from surokit.planner.inputs.shape import Shape
+from surokit.planner.inverse.recipe_choice import compare_recipes
 from surokit.planner.planning import Plan
 from surokit.quantized import Quantized
 from surokit.quantizer import kind_of
@@ -450,8 +450,8 @@ def test_what_makes_a_step_faster(monkeypatch):
     assert large.ways[0].taken
     assert large.ways[0].adds_gib <= 0
     assert (large.fits, found.fits) == (False, True)
-    assert large.sentence.endswith("; it does not fit, plan.fitting() says what helps")
-    assert "gets faster by nothing that fits" in tight.plan.faster(gib=unfused.memory.gib + 1).sentence
+    assert large.sentence.endswith("; the plan does not fit, plan.fitting() says what helps")
+    assert "faster takes memory that there is not" in tight.plan.faster(gib=unfused.memory.gib + 1).sentence
     with refused(ValueError):
         plan(QWEN3_8B, gpu="H200").faster()
     with refused(ValueError):

@@ -350,7 +350,7 @@ def test_questions_take_the_likely_time_where_no_rate_is_given():
         run.gpus_for(days=0.5)  # beyond a node, whose links are not given
     assert run.but(between_gb_s=50).gpus_for(days=0.5) > 8
     for what, more in (("mixtral-8x7b-v0.1", {}), ("llama-3.1-8b", {"engine": "compiled"})):
-        assert planned(what, gpu="H100", batch=1, length=512, **more).faster().ways
+        assert planned(what, gpu="H200", gpus=8, zero=3, batch=8, length=4096, **more).faster().ways
     hosted = planned("llama-3.1-8b", gpu="H100", training=False, offload_weights=True, batch=1, length=512)
     assert hosted.recipes(["bf16", "fp8"])["step_ms"].notna().all()
     faster = run.faster()

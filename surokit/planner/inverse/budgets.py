@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surokit import arguments
+from surokit.planner.offload.formulas import Host, asked_host
 
 if TYPE_CHECKING:
     from surokit.planner.counts.memory import Memory
-    from surokit.planner.offload.formulas import Host
     from surokit.planner.planning import Plan
     from surokit.planner.times.cost import StepTime
 
@@ -35,14 +35,19 @@ def known_memory_budget(plan: Plan, gib: float | None) -> float | None:
     return plan.room_gib if gib is None else memory_budget(plan, gib)
 
 
+#: GiB of the host for each GPU where its memory is not known: a DGX H100 has 2 TiB for eight (NVIDIA's user guide).
+ASSUMED_HOST_GIB = 256.0
+
+
 @dataclass(frozen=True)
 class Space:
-    """A Space holds the memory that there is, GiB: of one GPU, and of its host (infinite where that is not known). Times are those
-    on `host`, where it was given."""
+    """A Space holds the memory that there is, GiB: of one GPU, and of the host for each GPU. Times are those on `host`, where it
+    was given; `assumed` says that the host's memory is not known."""
 
     gib: float
     host_gib: float = math.inf
     host: Host | None = None
+    assumed: bool = True
 
     def step_time(self, plan: Plan) -> StepTime | None:
         """Return the time of a step that ways are compared by; None for a bound, which does not know what a change costs."""
@@ -54,3 +59,17 @@ class Space:
 
     def hosts(self, memory: Memory) -> bool:
         return memory.host_gib <= self.host_gib
+
+    def suffices(self, memory: Memory, now: Memory) -> bool:
+        """True if there is as much, or no more is taken than `now` takes, which may not fit either."""
+        return memory.gib <= max(self.gib, now.gib) and memory.host_gib <= max(self.host_gib, now.host_gib)
+
+
+def space_of(asks: str, plan: Plan, gib: float, host: Host | None, host_gib: float | None) -> Space:
+    """Return the Space of a question that the method `asks`: the host as given or measured beside the plan's GPU, its memory as
+    given, as the host has it, or as assumed, but no less than the plan keeps there."""
+    host = asked_host(asks, host, plan.gpu)
+    known = arguments.number("host_gib", host_gib) if host_gib is not None else host.memory_gib if host else None
+    if known is not None:
+        return Space(gib, known, host, assumed=False)
+    return Space(gib, max(ASSUMED_HOST_GIB, plan.memory.host_gib), host)

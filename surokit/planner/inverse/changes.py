@@ -48,6 +48,8 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
     """Yield the changes that may take less memory, the least costly first."""
     s = plan.setup
     keeps = s.training and not plan.memory.left_out  # activations, of its own shape or of a typical one
+    if keeps and fusable(plan):
+        yield Change({"fusion": "fused"}, "nothing: sk.fuse(model)")
     if keeps and s.logits == "whole":
         whose = "" if s.layers == "surokit" else " (transformers' layers with surokit's or Liger Kernel's loss)"
         yield Change({"logits": "fused"}, f"nothing: the loss takes the logits a part at a time{whose}")
@@ -55,11 +57,11 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
         yield smaller_batch(plan, space)
     if s.training and s.replicas > 1:
         for stage in range(s.zero + 1, 3):
-            costs = "time: gathering the updated weights overlaps with nothing (arXiv 1910.02054)"
+            costs = "no more traffic between GPUs, of which the updated weights wait"
             if stage == 2:
-                sent = "traffic between GPUs: gradients after each micro-batch; " if s.accumulate > 1 else ""
-                costs = f"{sent}{costs}; memory: shards of the weights beside them"
-            yield Change({"zero": stage}, costs)
+                costs = "traffic between GPUs: gradients after each micro-batch" if s.accumulate > 1 else costs
+                costs += "; shards of the weights beside them"
+            yield Change({"zero": stage}, f"{costs} (arXiv 1910.02054)")
     if s.training and s.optimizer == "adamw":
         yield Change({"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)")
     if s.training and s.replicas > 1 and s.zero < 3:
@@ -80,19 +82,21 @@ def _computing_again(plan: Plan) -> Iterator[Change]:
     """Yield the changes that keep fewer activations, and compute them again; for our layers `sk.fuse` does so, which fuses them."""
     s = plan.setup
     keeps = s.training and not plan.memory.left_out
-    fused = {"fusion": "fused"} if keeps and fusable(plan) else {}
-    if fused:
-        yield Change(fused, "nothing: sk.fuse(model)")
-    fuses = fused if s.layers == "surokit" else {}
+    if keeps and s.recompute_blocks:
+        yield Change({"recompute_blocks": None}, "time: all blocks' forward again")
+    fuses = {"fusion": "fused"} if keeps and fusable(plan) else {}
     if s.training and s.recompute == "none" and (s.fusion.fuses or fuses):
-        yield Change(
-            {**fuses, "recompute": "selective"}, "time: norms and SwiGLU again; sk.fuse(model, recompute='selective')"
-        )
-    elif keeps and s.recompute == "none" and s.layers == "transformers":
+        again = "time: norms and SwiGLU again; sk.fuse(model, recompute='selective')"
+        yield Change({**fuses, "recompute": "selective"}, again)
+    if keeps and s.recompute == "none" and s.layers == "transformers" and not s.fusion.fuses:
         yield Change({"recompute": "selective"}, f"{_more_flops(plan, 'selective')}; torch's selective checkpointing")
     if keeps and s.recompute != "full":
-        costs = "; sk.fuse(model, recompute='full')" if s.layers == "surokit" else ""
-        yield Change({**fuses, "recompute": "full"}, _more_flops(plan, "full") + costs)
+        if s.fusion.fuses or fuses:
+            yield Change(
+                {**fuses, "recompute": "full"}, f"{_more_flops(plan, 'full')}; sk.fuse(model, recompute='full')"
+            )
+        if not s.fusion.fuses and (s.layers == "transformers" or not fuses):
+            yield Change({"recompute": "full"}, _more_flops(plan, "full"))
 
 
 def _more_flops(plan: Plan, recompute: str) -> str:
@@ -120,7 +124,8 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
         yield Change({"offload_activations": True}, "time, where the link is slower than computing")
     elsewhere = s.prefetch or s.in_backward or s.offload_states
     if trains and not elsewhere and s.optimizer in ("adamw", "adamw8bit"):
-        yield Change({"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)")
+        shares = ", which a node's GPUs share" if s.gpus > 1 else ""
+        yield Change({"optimizer": "offloadadamw"}, f"time: the host's AdamW{shares} (plan.offload)")
         deferred = Change({"optimizer": "zenflow"}, "loss: deferred columns learn differently")
         if deferred.of(plan).memory.gib < plan.memory.gib:
             yield deferred
@@ -221,7 +226,9 @@ def saving_time(plan: Plan) -> Iterator[Change]:
     on_gpu = setup.device == "cuda"
     if fusable(plan):
         yield Change({"fusion": "fused"})
-    if on_gpu and not setup.graphs:
+    if (
+        on_gpu and not setup.graphs and (plan.shape is None or plan.shape.experts is None)
+    ):  # whose tokens the host counts
         yield Change({"graphs": True})
     if setup.recompute != "none":
         yield Change({"recompute": "none"})

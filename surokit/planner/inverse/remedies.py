@@ -17,11 +17,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
-from surokit.planner.inverse.budgets import Space, known_memory_budget, memory_budget
+from surokit.planner.inverse.budgets import Space, known_memory_budget, memory_budget, space_of
 from surokit.planner.inverse.changes import Change, dividing, merged, saving_memory, smaller_batch
 from surokit.planner.inverse.recipe_choice import compare_recipes
-from surokit.planner.inverse.speedups import Faster, faster
-from surokit.planner.offload.formulas import Host, asked_host
+from surokit.planner.inverse.speedups import LEAST_GAIN, FasterWay, faster
 from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from surokit.hardware.gpus import Gpu
     from surokit.planner.counts.memory import Memory, Term
+    from surokit.planner.offload.formulas import Host
     from surokit.planner.planning import Plan
     from surokit.planner.times.cost import StepTime
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 NOTICEABLE = 0.01
 _MOST_TOGETHER = 3  # remedies that are tried in every set
 _SHOWN = 8  # ways that a Fitting prints
-_GAIN = 0.02  # of a step that a remedy more has to save
-#: GiB of the host for each GPU where its memory is not known: a DGX H100 has 2 TiB for eight (NVIDIA's user guide).
-USUAL_HOST_GIB = 256.0
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,19 @@ class FittingWay:
         return ", ".join(remedy.how for remedy in self.remedies)
 
     @property
-    def changed(self) -> frozenset[str]:
-        """Return the names of the arguments that the remedies change."""
-        return frozenset(name for remedy in self.remedies for name in remedy.changes)
+    def gib(self) -> float:
+        """Return the GiB of one GPU that the plan takes."""
+        return self.plan.memory.gib
+
+    @property
+    def host_gib(self) -> float:
+        """Return the GiB of the host for each GPU that the plan takes."""
+        return self.plan.memory.host_gib
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """Return the arguments that the remedies change: `plan.but(**way.changes)` is the way's plan."""
+        return merged(remedy.changes for remedy in self.remedies)
 
     @property
     def trains_the_same(self) -> bool:
@@ -103,19 +110,21 @@ class Fitting:
     The fastest way is the first, and `path` are its remedies; ways without a known time come last, in the order of their costs.
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
     nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a way.
-    `host_room_gib` is the host's memory for each GPU, None where it is not known: ways then take at most `USUAL_HOST_GIB` of it.
-    `host` is the one that times are of, None for a usual one. `kind` is that of the times.
+    `space` holds the memory of GPU and host to fit into. `kind` is that of the times.
     """
 
-    room_gib: float
+    space: Space
     gib: float
     remedies: tuple[Remedy, ...]
     ways: tuple[FittingWay, ...]
     plan: Plan | None
     sentence: str
-    host_room_gib: float | None = None
     kind: str = ""
-    host: Host | None = None
+
+    @property
+    def room_gib(self) -> float:
+        """Return the GiB of one GPU to fit into."""
+        return self.space.gib
 
     @property
     def path(self) -> tuple[Remedy, ...]:
@@ -128,14 +137,23 @@ class Fitting:
         return self.plan is not None and not self.path
 
     @cached_property
-    def faster(self) -> tuple[FittingWay, Faster] | None:
-        """Return the way that becomes the fastest of the first by what makes a step faster, and that: fusing and the like, and the
-        recipe that is fastest with it; None where nothing makes one faster than the first."""
-        tries = [(w, faster(w.plan, gib=self.room_gib, host=self.host)) for w in self.ways[:_SHOWN] if w.time]
-        if not tries:
-            return None
-        way, found = min(tries, key=lambda tried: tried[1].least_ms)
-        return (way, found) if found.least_ms < tries[0][1].step_ms else None
+    def faster_still(self) -> tuple[tuple[FittingWay, tuple[FasterWay, ...]], ...]:
+        """Return which of the ways that are printed becomes the fastest, each with what makes it so, one on top of the other: by
+        what trains alike (fusing, CUDA graphs), and with another recipe; none that is no faster than the first way."""
+        space, host_gib = self.space, None if self.space.assumed else self.space.host_gib
+        ways = [way for way in self.ways[:_SHOWN] if way.time and way.plan.setup.training]
+        tries = [(way, faster(way.plan, gib=space.gib, host=space.host, host_gib=host_gib)) for way in ways]
+        alike = [(way, quicker.taken) for way, quicker in tries if quicker.taken]
+        recipe = [(way, quicker.counted) for way, quicker in tries if quicker.in_recipe]
+        found: list[tuple[FittingWay, tuple[FasterWay, ...]]] = []
+        least = self.ways[0].step_ms if ways else None
+        for options in (alike, recipe):
+            best = min(options, key=lambda option: option[1][-1].step_ms, default=None)
+            if best and least and best[1][-1].step_ms < least:
+                # a recipe on top of the same says that too
+                found = [*(other for other in found if other[0] is not best[0]), best]
+                least = best[1][-1].step_ms
+        return tuple(found)
 
     def table(self) -> pd.DataFrame:
         """Return the remedies as a DataFrame, one a row: remedy, gib, step_ms, fits, host_gib, hosted, costs."""
@@ -154,8 +172,8 @@ class Fitting:
                 "way": w.how,
                 "step_ms": w.step_ms,
                 **dict(zip(("low_ms", "high_ms"), w.interval_ms)),
-                "gib": w.plan.memory.gib,
-                "host_gib": w.plan.memory.host_gib,
+                "gib": w.gib,
+                "host_gib": w.host_gib,
                 "costs": "; ".join(r.costs for r in w.remedies),
             }
             for w in self.ways
@@ -178,44 +196,44 @@ class Fitting:
 
     def _ways(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [
-            (w.how, units.gib(w.plan.memory.gib), _ms(w.step_ms), _if_any(w.plan.memory.host_gib))
-            for w in self.ways[:_SHOWN]
+            (w.how, units.gib(w.gib), _ms(w.step_ms), _if_any(w.host_gib)) for w in self.ways[:_SHOWN]
         ]
         more = len(self.ways) - _SHOWN
         return [*rows, (f"and {more} more: .together()", "", "", "")] if more > 0 else rows
 
     @property
     def _host_header(self) -> str:
-        used = any(r.host_gib for r in self.remedies) or any(w.plan.memory.host_gib for w in self.ways)
+        used = any(r.host_gib for r in self.remedies) or any(w.host_gib for w in self.ways)
         return "host, for each GPU" if used else ""
 
     @property
     def _header(self) -> tuple[str, ...]:
-        return ("one at a time", "leaves", "a step", "", self._host_header, "", "and costs")
+        return ("one at a time", "takes", "a step", "", self._host_header, "", "and costs")
 
     @property
     def _ways_header(self) -> tuple[str, ...]:
-        time = f"a step ({self.kind})" if self.kind else ""
-        return ("what fits, the fastest first", "leaves", time, self._host_header)
+        where = ", on this host" * (self.space.host is not None)
+        time = f"a step ({self.kind}{where})" if self.kind else ""
+        return ("what fits, the fastest first", "takes", time, self._host_header)
 
     def _title(self) -> str:
         room = units.gib(self.room_gib)
-        if self.host_room_gib is not None:
-            room += f", and {units.gib(self.host_room_gib)} of the host's for each GPU"
-        elif self._host_header:
-            room += f", and {units.gib(USUAL_HOST_GIB)} of the host's for each GPU (as is usual: give host=)"
+        if self._host_header or not self.space.assumed:
+            room += f", and {units.gib(self.space.host_gib)} of the host's for each GPU"
+            room += " (assumed: give host_gib=)" * self.space.assumed
         return f"{units.gib(self.gib)} into {room}: {self.sentence}"
 
-    def _and_faster(self) -> str:
-        if self.faster is None:
-            return ""
-        way, found = self.faster
-        steps = [f"{way.how}: {_ms(way.step_ms)}", *(f"{then.how}: {_ms(then.step_ms)}" for then in found.counted)]
-        return f"faster still: {', then '.join(steps)}" + " (a race tells whether it trains as well)" * found.in_recipe
+    def _faster_lines(self) -> list[str]:
+        lines = []
+        for way, changes in self.faster_still:
+            steps = ", then ".join([f"{way.how}: {_ms(way.step_ms)}", *(f"{c.how}: {_ms(c.step_ms)}" for c in changes)])
+            recipe = " (a race tells whether it trains as well)" * ("recipe" in changes[-1].changes)
+            lines.append(f"faster still: {steps}{recipe}")
+        return lines
 
     def __repr__(self) -> str:
         ways = [text_table(self._ways(), header=self._ways_header, right=(1, 2, 3))] if self.ways else []
-        quicker = [f"  {self._and_faster()}"] if self.faster else []
+        quicker = [f"  {line}" for line in self._faster_lines()]
         table = [text_table(self._rows(), header=self._header, right=(1, 2, 4))] if self.remedies else []
         return "\n".join([self._title(), *ways, *quicker, *table])
 
@@ -223,19 +241,22 @@ class Fitting:
         ways = html_table(self._ways(), header=self._ways_header, right=(1, 2, 3), title=self._title())
         if not self.ways:
             return html_table(self._rows(), header=self._header, right=(1, 2, 4), title=self._title())
-        return ways + html_table(self._rows(), header=self._header, right=(1, 2, 4), title=self._and_faster())
+        return ways + html_table(
+            self._rows(), header=self._header, right=(1, 2, 4), title="; ".join(self._faster_lines())
+        )
 
 
-def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
+def fitting(
+    plan: Plan, *, gib: float | None = None, host: Host | None = None, host_gib: float | None = None
+) -> Fitting:
     """Find the changes that make the plan fit into `gib` (the GPU's own memory without it) and into the host's.
 
-    Without `host`, it is the one that a calibration of the plan's GPU measured; without a `memory_gib` of it, what is usual. Raises
-    ValueError where the memory to fit into is not known, TypeError for a host that is not a Host.
+    host        its rates; without it those that a calibration of the plan's GPU measured, else those of published runs
+    host_gib    GiB of the host for each GPU, in place of the host's own `memory_gib`; 256 are assumed where neither is known
+
+    Raises ValueError where the memory to fit into is not known, TypeError for a host that is not a Host.
     """
-    host = asked_host("fitting", host, plan.gpu)
-    host_room = host.memory_gib if host else None
-    space = Space(memory_budget(plan, gib), host_room or max(USUAL_HOST_GIB, plan.memory.host_gib), host)
-    memory = plan.memory
+    space, memory = space_of("fitting", plan, memory_budget(plan, gib), host, host_gib), plan.memory
     tries = tuple(_remedy(plan, space, change) for change in saving_memory(plan, space))
     divided = [(_remedy(plan, space, change), part) for change, part in dividing(plan)]
     ways = () if space.holds(memory) else _fastest([*_ways(plan, tries, space), *_divided_ways(plan, divided, space)])
@@ -244,14 +265,13 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     if enough is plan:
         sentence = f"it fits as it is{_without(plan)}"
     elif enough is not None:
-        together = " with ".join(remedy.how for remedy in ways[0].remedies)
         verb = "makes" if len(ways[0].remedies) == 1 else "make"
-        sentence = f"{together} {verb} it fit ({_takes(enough)}){_without(plan)}"
+        sentence = f"{ways[0].how} {verb} it fit ({_takes(enough)}){_without(plan)}"
     else:
         sentence = _no_way(plan, tries, plan.but(**merged(r.changes for r in tries)), space)
     helping = tuple(_helping(plan, (*tries, *(r for r, _ in divided)), ways))
     kind = next((way.time.kind for way in ways if way.time is not None), "")
-    return Fitting(space.gib, memory.gib, helping, ways, enough, sentence, host_room, kind, host)
+    return Fitting(space, memory.gib, helping, ways, enough, sentence, kind)
 
 
 def _helping(plan: Plan, remedies: Sequence[Remedy], ways: Sequence[FittingWay]) -> Iterator[Remedy]:
@@ -275,7 +295,7 @@ def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -
         cure += ", or more GPUs with zero=3"
     left = f"all remedies together leave {_takes(together)}" if tries else "there is no remedy"
     if not space.hosts(together.memory):
-        return f"{left}, and the host has {units.gib(space.host_gib)}; {cure}"
+        return f"{left}, and the host has {units.gib(space.host_gib)}{' (assumed)' * space.assumed}; {cure}"
     return f"{left}, the largest term being {_largest(together)}; {cure}"
 
 
@@ -330,10 +350,12 @@ def _fastest(ways: Sequence[FittingWay]) -> tuple[FittingWay, ...]:
         return math.inf if way.step_ms is None else way.step_ms
 
     def no_better(way: FittingWay, other: FittingWay) -> bool:
-        if other.changed < way.changed:
-            return ms(other) <= (1 + _GAIN) * ms(way)
-        takes, others = (ms(way), way.plan.memory.gib), (ms(other), other.plan.memory.gib)
-        return other.changed == way.changed and others != takes and others[0] <= takes[0] and others[1] <= takes[1]
+        if set(other.changes) < set(way.changes):
+            return ms(other) <= (1 + LEAST_GAIN) * ms(way)
+        if set(other.changes) != set(way.changes) or way.time is None or other.time is None:
+            return False
+        takes, others = (ms(way), way.gib, way.host_gib), (ms(other), other.gib, other.host_gib)
+        return others != takes and all(a <= b for a, b in zip(others, takes))
 
     return tuple(sorted((way for way in ways if not any(no_better(way, other) for other in ways)), key=ms))
 
@@ -392,7 +414,8 @@ def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOS
             if len(set(names)) < len(names):
                 continue
             way = _way(plan, [remedies[i] for i in chosen], space)
-            if space.holds(way.plan.memory):
+            # fusion= and recompute= are a remedy each, and one together
+            if space.holds(way.plan.memory) and way.changes not in [other.changes for other in found]:
                 found.append(way)
     return found
 

@@ -11,15 +11,16 @@ for a race to say. Times are those that plans are compared by (`Space.step_time`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
-from surokit.planner.inverse.budgets import Space, known_memory_budget
+from surokit.planner.counts.flops import frozen
+from surokit.planner.inverse.budgets import Space, known_memory_budget, space_of
 from surokit.planner.inverse.changes import saving_time
 from surokit.planner.inverse.recipe_choice import compare_recipes
-from surokit.planner.offload.formulas import Host, asked_host
+from surokit.planner.offload.formulas import Host
 from surokit.planner.times.cost import StepTime
 from surokit.planner.times.roofline import why_no_estimate
 from surokit.tables import data_frame, html_table, text_table
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from surokit.planner.planning import Plan
 
 _LEAST = 0.001  # of a step; a way that saves less is not worth its memory
-_LEAST_OF_A_RECIPE = 0.02  # of a step; products of one kind differ by less from run to run
+#: Of a step, what a recipe, or a change more to make a plan fit, has to save: less is within the error of a likely time's order.
+LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class Faster:
     fits: bool | None = None
 
     @property
+    def taken(self) -> tuple[FasterWay, ...]:
+        """Return the ways that are taken."""
+        return tuple(way for way in self.ways if way.taken)
+
+    @property
     def counted(self) -> tuple[FasterWay, ...]:
         """Return the ways that are taken, and last the recipe that is fastest then, where there is one."""
         return tuple(way for way in self.ways if way.taken or "recipe" in way.changes)
@@ -84,18 +91,18 @@ class Faster:
     @property
     def sentence(self) -> str:
         """Say what is taken and what it gains, which recipe would be faster still, and whether the plan fits."""
-        taken, before = [way for way in self.ways if way.taken], units.value(self.step_ms, "ms")
+        taken, before = self.taken, units.value(self.step_ms, "ms")
         if taken:
             gain = self.step_ms / taken[-1].step_ms
             to = f"{before} to {units.value(taken[-1].step_ms, 'ms')} ({self.kind})"
             said = f"{', '.join(way.how for way in taken)}: {to}, {gain:.2f} times as fast"
         elif any(way.saves_ms > _LEAST * self.step_ms and "recipe" not in way.changes for way in self.ways):
-            said = f"a step of {before} ({self.kind}) gets faster by nothing that fits"
+            said = f"what would make a step of {before} ({self.kind}) faster takes memory that there is not"
         else:
             said = f"a step of {before} ({self.kind}) gets no faster by any of these"
         if self.in_recipe:
             said += f"; {units.value(self.least_ms, 'ms')} with {self.counted[-1].how}"
-        return f"{said}; it does not fit, plan.fitting() says what helps" if self.fits is False else said
+        return f"{said}; the plan does not fit, plan.fitting() says what helps" if self.fits is False else said
 
     def table(self) -> pd.DataFrame:
         """Return the ways as a DataFrame, one a row: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
@@ -104,7 +111,7 @@ class Faster:
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
-            (w.how, units.value(w.step_ms, "ms"), f"{-w.saves_ms:+,.3g} ms", f"{w.adds_gib:+.2f} GiB", w.why)
+            (w.how, units.value(w.step_ms, "ms"), _signed(-w.saves_ms), f"{w.adds_gib:+.2f} GiB", w.why)
             for w in self.ways
         ]
 
@@ -118,21 +125,14 @@ class Faster:
         return html_table(self._rows(), header=self._HEADER, right=(1, 2, 3), title=self.sentence)
 
 
-def faster(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Faster:
+def faster(plan: Plan, *, gib: float | None = None, host: Host | None = None, host_gib: float | None = None) -> Faster:
     """Find what makes a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
 
-    Without `host`, it is as for `fitting`. Raises ValueError where a step's time cannot be estimated, with what is missing,
+    `host` and `host_gib` are as for `fitting`. Raises ValueError where a step's time cannot be estimated, with what is missing,
     TypeError for a host that is not a Host.
     """
     room, now = known_memory_budget(plan, gib), plan
-    space = Space(math.inf if room is None else room, host=asked_host("faster", host, plan.gpu))
-
-    def time_of(plan: Plan) -> StepTime:
-        # without what is kept on the host, where that is not known: it is the same in every way
-        found = space.step_time(plan) or plan.computing_time
-        assert found is not None
-        return found
-
+    space = space_of("faster", plan, math.inf if room is None else room, host, host_gib)
     if missing := why_no_estimate(plan.shape, plan.compute, plan.setup, plan.gpu):
         raise ValueError(f"faster() cannot tell: {missing}")
     ways = []
@@ -141,29 +141,47 @@ def faster(plan: Plan, *, gib: float | None = None, host: Host | None = None) ->
         if "transposed" in changes and not now.setup.fusion.fuses:
             continue  # only a fused step keeps W'
         tried = change.of(now)
-        before, after = time_of(now), time_of(tried)
+        before, after = _time(now, space), _time(tried, space)
         saves = before.ms - after.ms
-        fits = tried.memory.gib <= max(space.gib, now.memory.gib)
+        fits = space.suffices(tried.memory, now.memory)
         worth = saves > _LEAST * before.ms
         why = "taken" if worth and fits else "does not fit" if worth else "no faster here"
         more = tried.memory.gib - now.memory.gib
         ways.append(FasterWay(how, changes, before.ms - saves, saves, tried.memory.gib, more, worth and fits, why))
         now = tried if worth and fits else now
-    if (recipe := _fastest_recipe(now, gib, time_of)) is not None:
+    if (recipe := _fastest_recipe(now, space)) is not None:
         ways.append(recipe)
-    first = time_of(plan)
-    return Faster(first.ms, tuple(ways), now, first.kind, None if room is None else now.memory.gib <= room)
+    first = _time(plan, space)
+    return Faster(first.ms, tuple(ways), now, first.kind, None if room is None else space.holds(now.memory))
 
 
-def _fastest_recipe(plan: Plan, gib: float | None, time_of: Callable[[Plan], StepTime]) -> FasterWay | None:
-    """Return the way with the fastest recipe that fits and trains as much, not taken; None where that is the plan's own."""
-    best = next((choice for choice in compare_recipes(plan, gib=gib) if choice.fastest), None)
-    if best is None or best.recipe == plan.recipe or best.products == "bf16":
+def _signed(ms: float) -> str:
+    return "0 ms" if abs(ms) < 1e-3 else f"{ms:+,.3g} ms"
+
+
+def _time(plan: Plan, space: Space) -> StepTime:
+    """Return the time of a step; without what is kept on the host, where that is not known: it is the same in every way."""
+    found = space.step_time(plan) or plan.computing_time
+    assert found is not None
+    return found
+
+
+def _fastest_recipe(plan: Plan, space: Space) -> FasterWay | None:
+    """Return the way with the fastest recipe that trains as much, not taken; None where none that fits saves enough.
+
+    What a GPU emulates is left out: it tells about the loss, and gains what its storage happens to.
+    """
+    found = []
+    for choice in compare_recipes(plan):
+        if choice.recipe.frozen_base != frozen(plan.recipe) or not choice.products.endswith("native"):
+            continue
+        tried = plan.but(recipe=choice.recipe)
+        if space.suffices(tried.memory, plan.memory):
+            found.append((_time(tried, space).ms, choice, tried.memory.gib))
+    ms, best, gib = min(found, key=lambda each: each[0], default=(math.inf, None, 0.0))
+    saves = _time(plan, space).ms - ms
+    if best is None or saves <= LEAST_GAIN * ms:
         return None
-    tried = plan.but(recipe=best.recipe)
-    ms, saves = time_of(tried).ms, time_of(plan).ms - time_of(tried).ms
-    if saves <= _LEAST_OF_A_RECIPE * ms:
-        return None
-    gib, more = tried.memory.gib, tried.memory.gib - plan.memory.gib
+    why = "trains with other products: a race tells how well" if plan.setup.training else "other products"
     changes = {"recipe": best.recipe}
-    return FasterWay(f"recipe {best.name}", changes, ms, saves, gib, more, False, "other products: race it")
+    return FasterWay(f"recipe {best.name}", changes, ms, saves, gib, gib - plan.memory.gib, False, why)

@@ -54,6 +54,7 @@ _TILE = 128 * 256  # outputs that one multiprocessor computes at a time, in the 
 _SMS = 132  # of a GPU whose number is not known
 _STEP = 128  # of the contracted length
 _KEYS = 1024  # of a sequence
+_NOTHING = 1e-9  # of a step: what rounding leaves
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ def _made_of(t: Terms, f: Factors, computes: float, ms: float) -> dict[str, floa
     parts = device | {"bubble": computes - busy, "communication": communication_ms(t, f)}
     parts["launches"] = busy - sum(device.values()) - parts["communication"] - f.constant_ms
     parts |= {"rest": f.constant_ms, "on the host": ms - computes}
-    return {name: float(part) for name, part in parts.items() if part}
+    return {name: float(part) for name, part in parts.items() if abs(part) > _NOTHING * ms}
 
 
 # -- what was reached
@@ -328,18 +329,16 @@ def architecture(gpu: Gpu) -> str:
 
 
 def kind_of(estimate: Estimate) -> str:
-    """Return what the interval of a step is of: EXPERTS where tokens are routed to some, DIVIDED where GPUs share a model, ADAPTERS
-    where these are trained, or ANY.
+    """Return what the interval of a step is of: EXPERTS where tokens are routed to some, ADAPTERS where these are trained, DIVIDED
+    where GPUs share a model, or ANY.
 
     Runs with experts differ by more than others, from one version of a program to the next by twice; those of divided models by
     how a program overlaps what is sent, and those of adapters by what its modules do in Python.
     """
     groups = {row.group for row in estimate.rows}
-    if "routing" in groups:
-        return EXPERTS
-    if estimate.fill > 1 or estimate.communication.between_layers_ms:
-        return DIVIDED
-    return ADAPTERS if "adapter" in groups else ANY
+    if "routing" in groups or "adapter" in groups:
+        return EXPERTS if "routing" in groups else ADAPTERS
+    return DIVIDED if estimate.fill > 1 or estimate.communication.between_layers_ms else ANY
 
 
 def interval(gpu: Gpu, engine: Engine, reached: Reached, kind: str) -> tuple[int, float, float]:
