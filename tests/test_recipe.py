@@ -129,6 +129,8 @@ def test_blocks_are_found_by_number():
 
 def test_recipes_are_found_by_name_and_the_nearest_is_suggested():
     assert find_recipe("FP8_ROWWISE") is sk.FP8_ROWWISE
+    assert find_recipe("fp8+lora") == sk.FP8.lora()  # as a plan's table of recipes calls it
+    assert find_recipe("fp8+qfp8+lora") == sk.FP8.store(sk.QFP8).lora()
     with refused(ValueError):
         find_recipe("fp8-row")
     with refused(ValueError):

@@ -445,13 +445,19 @@ def test_what_makes_a_step_faster(monkeypatch):
     assert whole.least_ms == recipe.step_ms < whole.plan.step_time.ms
     assert whole.sentence.endswith(f" ms with recipe {best.name}")
     assert not plan(QWEN3_8B, gpu="A100", fusion="fused", **RUN).faster().in_recipe  # emulates them
+    others = "this step is of other programs"
+    assert any(others in note for note in plan(QWEN3_8B, gpu="H100", fusion="fused", recompute="mlp", **RUN).notes)
+    some = plan(QWEN3_8B, gpu="H100", fusion="fused", recompute="full", recompute_blocks=8, **RUN)
+    assert any(others in note for note in some.notes)
+    assert not any(others in note for note in some.but(recompute_blocks=None).notes)
+    assert not plan(QWEN3_8B, gpu="H100", recompute="mlp", **RUN).faster().ways[0].changes.get("fusion")
     # what takes no more memory than a plan that does not fit is worth it, and that it does not fit is said
     large = plan(QWEN3_8B, gpu="H100", batch=4, length=8192).faster()
     assert large.ways[0].taken
     assert large.ways[0].adds_gib <= 0
     assert (large.fits, found.fits) == (False, True)
     assert large.sentence.endswith("; the plan does not fit, plan.fitting() says what helps")
-    assert "faster takes memory that there is not" in tight.plan.faster(gib=unfused.memory.gib + 1).sentence
+    assert "faster takes more memory than there is" in tight.plan.faster(gib=unfused.memory.gib + 1).sentence
     with refused(ValueError):
         plan(QWEN3_8B, gpu="H200").faster()
     with refused(ValueError):

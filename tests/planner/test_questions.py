@@ -615,9 +615,9 @@ def test_what_fits_together_is_proposed_by_its_time():
     found = fitting(p)
     alone = [r for r in found.remedies if r.fits and "recipe" not in r.changes]
     assert [r.how for r in alone] == ["fusion='fused', recompute='full'", "offload_weights=True, optimizer='adamw'"]
-    assert found.ways[0].step_ms < 0.6 * alone[1].step_ms
     assert len({way.how for way in found.ways}) == len({frozenset(way.changes.items()) for way in found.ways})
     ways: dict[str, Any] = {way.how: way.step_ms for way in found.ways}
+    assert ways[found.ways[0].how] < 0.6 * ways[alone[1].how]
     for pair in ("logits='fused', recompute='full'", "optimizer='adamw8bit', recompute='full'"):
         assert ways[pair] < 0.75 * ways[alone[1].how]
     # activations go down while the forward computes, and not while all of the step does

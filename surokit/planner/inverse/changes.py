@@ -57,7 +57,7 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
         yield smaller_batch(plan, space)
     if s.training and s.replicas > 1:
         for stage in range(s.zero + 1, 3):
-            costs = "no more traffic between GPUs, of which the updated weights wait"
+            costs = "no more traffic between GPUs; a step waits while updated weights are gathered"
             if stage == 2:
                 costs = "traffic between GPUs: gradients after each micro-batch" if s.accumulate > 1 else costs
                 costs += "; shards of the weights beside them"

@@ -97,7 +97,7 @@ class Faster:
             to = f"{before} to {units.value(taken[-1].step_ms, 'ms')} ({self.kind})"
             said = f"{', '.join(way.how for way in taken)}: {to}, {gain:.2f} times as fast"
         elif any(way.saves_ms > _LEAST * self.step_ms and "recipe" not in way.changes for way in self.ways):
-            said = f"what would make a step of {before} ({self.kind}) faster takes memory that there is not"
+            said = f"what makes a step of {before} ({self.kind}) faster takes more memory than there is"
         else:
             said = f"a step of {before} ({self.kind}) gets no faster by any of these"
         if self.in_recipe:
