@@ -226,9 +226,10 @@ def saving_time(plan: Plan) -> Iterator[Change]:
     on_gpu = setup.device == "cuda"
     if fusable(plan):
         yield Change({"fusion": "fused"})
-    if (
-        on_gpu and not setup.graphs and (plan.shape is None or plan.shape.experts is None)
-    ):  # whose tokens the host counts
+    routed = (
+        plan.shape is not None and plan.shape.experts is not None
+    )  # the host waits for the number of an expert's tokens
+    if on_gpu and not setup.graphs and not routed:
         yield Change({"graphs": True})
     if setup.recompute != "none":
         yield Change({"recompute": "none"})
