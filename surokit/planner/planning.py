@@ -604,7 +604,7 @@ def _title(asked: Asked, flops: ModelFlops) -> str:
     parts = [asked.subject.name]
     if recipe is not None:
         rank = getattr(getattr(recipe, "adapter", None), "rank", 0)
-        parts.append(f"recipe {getattr(recipe, 'name', recipe)}{f' with LoRA of rank {rank}' * bool(rank)}")
+        parts.append(f"recipe {getattr(recipe, 'name', recipe)}{f', LoRA rank {rank}' * bool(rank)}")
     if tokens is not None:
         parts.append(f"{units.count(tokens)} tokens")
     if flops.step_tokens is not None:

@@ -90,7 +90,12 @@ def test_the_answers_come_first():
     assert large.endswith("plan.fitting() says what helps")
     assert step.startswith("  A step likely takes ")
     assert step.endswith(" published runs of H100, eager")
-    assert said(batch=512, gpus=8)[0].startswith("  Does not fit unsharded: ")
+    # sharding is named where it suffices
+    assert said(batch=512, gpus=8)[0].startswith("  Does not fit: ")
+    whole = plan(LLAMA_1B, batch=24, length=2048, gpu="H100", gpus=8, master=True, state_dtype="fp32")
+    assert not whole.fits()
+    assert whole.but(zero=3).fits()
+    assert whole.answers[0].startswith("Does not fit unsharded: ")
     assert said(tokens=1e12)[1].startswith("  Likely takes ")
     assert said(tokens=1e12, usd_per_gpu_hour=2)[2].startswith("  Likely costs ")
     assert said(tokens=1e12, batch=None)[1].startswith("  Takes at least ")
