@@ -664,7 +664,7 @@ def _in_short(planned: Plan, with_fitting: bool, host_gib: float | None) -> str:
             else ""
         )
         said.append(f"What helps: {found.sentence}{takes}")
-        said += [f"As options: {_as_options(way.changes)}" for way in found.ways[:1]]
+        said += [f"As options: {_as_options(planned, way.changes)}" for way in found.ways[:1]]
     if moments := narrow_moments(planned):
         said.append(moments[0].upper() + moments[1:])
     if (likely := planned.likely) is not None:
@@ -697,8 +697,10 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
         for way, then in found.faster_still:
             changes = merged([way.changes, *(change.changes for change in then)])
             options.append((units.value(then[-1].step_ms, "ms"), changes))
-        lines = [str(found), *(f"  as options, {name}: {_as_options(changes)}" for name, changes in options)]
-        answers["fitting"] = ({name: table.to_dict("records") for name, table in tables.items()}, "\n".join(lines))
+        written = {name: _as_options(planned, changes) for name, changes in options}
+        lines = [str(found), *(f"  as options, {name}: {text}" for name, text in written.items())]
+        data = {name: table.to_dict("records") for name, table in tables.items()}
+        answers["fitting"] = ({"sentence": found.sentence, "options": written, **data}, "\n".join(lines))
         fitted = found.plan
     if arguments.faster:
         quicker = (fitted or planned).faster(gib=gib, host_gib=arguments.host_gib)
@@ -726,17 +728,17 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
     return answers
 
 
-def _as_options(changes: Mapping[str, Any]) -> str:
-    """Return arguments of a plan as options of this command."""
+def _as_options(planned: Plan, changes: Mapping[str, Any]) -> str:
+    """Return the changes of a plan's arguments as options of this command, and which of its own to leave out."""
     said: list[str] = []
-    left_out: list[str] = []
+    left_out = [f"--{name.replace('_', '-')}" for name in planned.given if name not in planned.but(**changes).given]
     for name, value in changes.items():
         option = f"--{name.replace('_', '-')}"
         if name == "recipe":
             said += [option, value.name, *(["--lora", str(value.adapter.rank)] if value.adapter else [])]
-        elif value in (False, None):
+        elif value is False:
             left_out.append(option)
-        else:
+        elif value is not None:
             said += [option, *([] if value is True else [str(value)])]
     without = f"{', ' * bool(said)}without {' '.join(left_out)}" if left_out else ""
     return f"{' '.join(said)}{without}"

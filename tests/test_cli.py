@@ -201,6 +201,8 @@ def test_what_would_make_a_plan_fit(config, capsys):
     fits = sk.plan(QWEN3_8B, length=2048, batch=1, gpu="A40").fitting()
     assert [row["remedy"] for row in said["fitting"]["remedies"]] == list(fits.table().remedy)
     assert [row["way"] for row in said["fitting"]["ways"]] == list(fits.together().way)
+    assert said["fitting"]["sentence"] == fits.sentence
+    assert said["fitting"]["options"]["the first"].startswith("--")
     assert cli.main(["plan", *map(str, arguments), "--fitting"]) == 0
     assert str(fits) in capsys.readouterr().out
 
@@ -213,6 +215,7 @@ def test_what_would_make_a_plan_fit(config, capsys):
         "--batch 1 --length 512 --gpu T4",
         "--batch 1 --length 1024 --gpu L4 --lora 8",
         "--batch 1 --length 512 --gpu RTX-4090 --gpus 2 --master --state-dtype fp32",
+        "--batch 2 --length 8192 --gpu H100 --recompute full --recompute-blocks 4",
     ],
 )
 def test_the_first_way_as_options_fits(config, capsys, arguments):
@@ -225,7 +228,10 @@ def test_the_first_way_as_options_fits(config, capsys, arguments):
     for line in lines:
         which, _, options = line.removeprefix("  as options, ").partition(": ")
         options, _, without = options.partition("without ")
-        kept = [word for word in given if word not in without.split()]
+        # with its value, where it has one
+        gone = [i for i, word in enumerate(given) if word in without.split()]
+        gone += [i + 1 for i in gone if not [*given, "--"][i + 1].startswith("--")]
+        kept = [word for i, word in enumerate(given) if i not in gone]
         said = planned(capsys, config, *kept, *options.rstrip(", ").split())
         assert said["answers"][0].startswith("Fits: ")
         if which == "the first":

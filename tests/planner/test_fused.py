@@ -444,7 +444,9 @@ def test_what_makes_a_step_faster(monkeypatch):
     assert (recipe.how, recipe.step_ms, recipe.taken) == (f"recipe {best.name}", best.step_ms, False)
     assert whole.least_ms == recipe.step_ms < whole.plan.step_time.ms
     assert whole.sentence.endswith(f" ms with recipe {best.name}")
-    assert not plan(QWEN3_8B, gpu="A100", fusion="fused", **RUN).faster().in_recipe  # emulates them
+    older = plan(QWEN3_8B, gpu="A100", fusion="fused", **RUN)
+    assert not older.faster().in_recipe  # emulates them
+    assert older.but(recipe="mxfp4", optimizer="adamw8bit").faster().counted[-1].how == "recipe bf16"
     others = "this step is of other programs"
     assert any(others in note for note in plan(QWEN3_8B, gpu="H100", fusion="fused", recompute="mlp", **RUN).notes)
     some = plan(QWEN3_8B, gpu="H100", fusion="fused", recompute="full", recompute_blocks=8, **RUN)

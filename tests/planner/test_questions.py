@@ -692,6 +692,20 @@ def test_the_hosts_memory_bounds_what_is_faster_too():
     small = p.but(offload_activations=False).fitting(host_gib=8)
     assert not small.space.assumed
     assert all(way.host_gib <= 8 for way in small.ways)
+    # what the host has no memory for keeps nothing else from being tried
+    masters = plan(LLAMA_8B, batch=2, length=8192, gpu="H100", master=True, state_dtype="fp32", optimizer="adamw8bit")
+    for room in (0, 10):
+        found = masters.fitting(host_gib=room)
+        assert "recipe" not in found.ways[0].changes
+        assert found.plan.fits()
+        assert found.plan.memory.host_gib <= room
+    frozen = plan(LLAMA_70B, batch=8, length=8192, gpu="H100").fitting(host_gib=8)
+    assert all(way.remedies[0].how.startswith("recipe=") and way.plan.fits() for way in frozen.ways)
+    assert len(frozen.path) > 1
+    # blocks that are streamed come whole: no stage that shards them is tried
+    streamed = plan(LLAMA_8B, batch=8, length=8192, gpu="RTX 4090", gpus=8, offload_weights=True).fitting()
+    assert streamed.plan.fits()
+    assert all(way.changes.get("zero", 0) < 2 for way in streamed.ways)
     with refused(ValueError):
         p.fitting(host_gib=-1)
 

@@ -69,7 +69,9 @@ def space_of(asks: str, plan: Plan, gib: float, host: Host | None, host_gib: flo
     """Return the Space of a question that the method `asks`: the host as given or measured beside the plan's GPU, its memory as
     given, as the host has it, or as assumed, but no less than the plan keeps there."""
     host = asked_host(asks, host, plan.gpu)
-    known = arguments.number("host_gib", host_gib) if host_gib is not None else host.memory_gib if host else None
+    known = host.memory_gib if host else None
+    if host_gib is not None:  # none of the host's is an answer
+        known = 0.0 if host_gib == 0 else arguments.number("host_gib", host_gib)
     if known is not None:
         return Space(gib, known, host, assumed=False)
     return Space(gib, max(ASSUMED_HOST_GIB, plan.memory.host_gib), host)

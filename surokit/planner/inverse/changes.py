@@ -56,7 +56,7 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
     if s.batch is not None and s.batch > 1 and not s.in_backward:  # which sums no gradients
         yield smaller_batch(plan, space)
     if s.training and s.replicas > 1:
-        for stage in range(s.zero + 1, 3):
+        for stage in range(s.zero + 1, 2 if s.prefetch else 3):  # blocks that are streamed come whole
             costs = "no more traffic between GPUs; a step waits while updated weights are gathered"
             if stage == 2:
                 costs = "traffic between GPUs: gradients after each micro-batch" if s.accumulate > 1 else costs
@@ -64,7 +64,7 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
             yield Change({"zero": stage}, f"{costs} (arXiv 1910.02054)")
     if s.training and s.optimizer == "adamw":
         yield Change({"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)")
-    if s.training and s.replicas > 1 and s.zero < 3:
+    if s.training and s.replicas > 1 and s.zero < 3 and not s.prefetch:
         traffic = "traffic between GPUs: half as much again, behind forward and backward (arXiv 1910.02054)"
         if s.accumulate > 1:
             traffic = "traffic between GPUs: weights and gradients in each micro-batch (arXiv 1910.02054)"

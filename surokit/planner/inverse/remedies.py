@@ -364,13 +364,26 @@ def _ways(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingW
     """Return the ways to make the plan fit: those that leave the recipe; where there is none, one change that does not, or what
     suffices with it."""
     leaving = [remedy for remedy in remedies if "recipe" not in remedy.changes]
-    if taken := _together(plan, leaving, space):
-        return _sets(plan, leaving, space) or [taken]
+    if found := _enough(plan, leaving, space):
+        return found
     changing = [remedy for remedy in remedies if "recipe" in remedy.changes]
     if found := _sets(plan, changing, space, most=1):
         return found[:1]
+    return [way for remedy in changing for way in _beside(plan, remedy, space)]
+
+
+def _beside(plan: Plan, remedy: Remedy, space: Space) -> Iterator[FittingWay]:
+    """Yield the ways that have a change of the recipe, which does not suffice alone, and what does beside it."""
+    part = plan.but(**remedy.changes)
+    others = [_remedy(part, space, c) for c in saving_memory(part, space) if "recipe" not in c.arguments]
+    for way in _enough(part, others, space):
+        yield FittingWay((remedy, *way.remedies), way.plan, way.time)
+
+
+def _enough(plan: Plan, remedies: Sequence[Remedy], space: Space) -> list[FittingWay]:
+    """Return the small sets of remedies that suffice, or where there are none those that do all together."""
     taken = _together(plan, remedies, space)
-    return [taken] if taken else []
+    return (_sets(plan, remedies, space) or [taken]) if taken else []
 
 
 def _divided_ways(plan: Plan, divided: Sequence[tuple[Remedy, Plan]], space: Space) -> Iterator[FittingWay]:
@@ -422,17 +435,25 @@ def _sets(plan: Plan, remedies: Sequence[Remedy], space: Space, most: int = _MOS
 
 def _together(plan: Plan, remedies: Sequence[Remedy], space: Space) -> FittingWay | None:
     """Return the first remedies that suffice together, where a later one replaces an earlier of its kind, without any that is not
-    needed; None where all together do not suffice."""
+    needed, or that the host has no memory for; None where all together do not suffice."""
+
+    def memory(some: Sequence[Remedy]) -> Memory:
+        return plan.but(**merged(r.changes for r in some)).memory
 
     def fits(some: Sequence[Remedy]) -> bool:
-        return space.holds(plan.but(**merged(r.changes for r in some)).memory)
+        return space.holds(memory(some))
 
-    taken: list[Remedy] = []
-    for remedy in remedies:
-        taken = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
-        if fits(taken):
-            break
-    else:
+    def gathered(careful: bool) -> list[Remedy]:
+        taken: list[Remedy] = []
+        for remedy in remedies:
+            more = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
+            taken = more if not careful or space.suffices(memory(more), plan.memory) else taken
+            if fits(taken):
+                return taken
+        return []
+
+    # what the host has no memory for may have with a later one; else it is left out
+    if not (taken := gathered(careful=False) or gathered(careful=True)):
         return None
     for remedy in reversed(taken[:-1]):
         rest = [r for r in taken if r is not remedy]

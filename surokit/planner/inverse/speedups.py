@@ -173,7 +173,7 @@ def _fastest_recipe(plan: Plan, space: Space) -> FasterWay | None:
     """
     found = []
     for choice in compare_recipes(plan):
-        if choice.recipe.frozen_base != frozen(plan.recipe) or not choice.products.endswith("native"):
+        if choice.recipe.frozen_base != frozen(plan.recipe) or choice.products in ("emulated", ""):
             continue
         tried = plan.but(recipe=choice.recipe)
         if space.suffices(tried.memory, plan.memory):
