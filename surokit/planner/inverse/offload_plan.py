@@ -226,7 +226,8 @@ def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory, host: Host) ->
 
 def _left(plan: Plan, found: Fitting) -> str:
     """Say what else makes room, without anything that the host has no memory for."""
-    hosted = {name for r in found.remedies if r.hosted or r in found.path for name in r.changes}
+    known = not found.space.assumed
+    hosted = {name for r in found.remedies if r.hosted or not known or r in found.path for name in r.changes}
     refused = {name for remedy in found.remedies for name in remedy.changes} - hosted
     offloads = (
         "offload_weights" * (not plan.setup.prefetch),
