@@ -731,7 +731,8 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
 def _as_options(planned: Plan, changes: Mapping[str, Any]) -> str:
     """Return the changes of a plan's arguments as options of this command, and which of its own to leave out."""
     said: list[str] = []
-    left_out = [f"--{name.replace('_', '-')}" for name in planned.given if name not in planned.but(**changes).given]
+    given = planned.but(**changes).given
+    left_out = [f"--{name.replace('_', '-')}" for name in planned.given if name not in given]
     for name, value in changes.items():
         option = f"--{name.replace('_', '-')}"
         if name == "recipe":

@@ -226,9 +226,8 @@ def saving_time(plan: Plan) -> Iterator[Change]:
     on_gpu = setup.device == "cuda"
     if fusable(plan):
         yield Change({"fusion": "fused"})
-    routed = (
-        plan.shape is not None and plan.shape.experts is not None
-    )  # the host waits for the number of an expert's tokens
+    # of experts the host waits for the number of their tokens
+    routed = plan.shape is not None and plan.shape.experts is not None
     if on_gpu and not setup.graphs and not routed:
         yield Change({"graphs": True})
     if setup.recompute != "none":

@@ -68,20 +68,20 @@ def compare_recipes(
     room = known_memory_budget(plan, gib)
     rows = []
     bases: dict[Recipe, tuple[float | None, str]] = {}
-    for recipe, baseline in _candidates(plan, names):
+    for recipe, baseline in candidates(plan, names):
         again = plan.but(recipe=recipe)
         step_ms, kind = _step(again)
         if baseline not in bases:
             bases[baseline] = _step(plan.but(recipe=baseline))
         base_ms, base_kind = bases[baseline]
-        products, why = _products(recipe, plan.gpu)
+        products, why = products_on(recipe, plan.gpu)
         choice = RecipeChoice(
-            name=_label(recipe),
+            name=label_of(recipe),
             recipe=recipe,
             step_ms=step_ms,
             kind=kind,
             speedup=base_ms / step_ms if base_ms and step_ms and kind == base_kind else None,
-            against=_label(baseline),
+            against=label_of(baseline),
             gib=again.memory.gib,
             fits=_fits(again, room),
             products=products,
@@ -101,7 +101,7 @@ def compare_recipes(
     return tuple(replace(c, fastest=c is best) for c in rows)
 
 
-def _candidates(plan: Plan, names: Iterable[str | Recipe] | None) -> list[tuple[Recipe, Recipe]]:
+def candidates(plan: Plan, names: Iterable[str | Recipe] | None = None) -> list[tuple[Recipe, Recipe]]:
     """Return the recipes to compare, each with its baseline: bfloat16 with the same parameters trained."""
     from surokit.recipe import BF16, Lora, Recipe, find_recipe
     from surokit.recipe import recipes as named
@@ -135,7 +135,8 @@ def _fits(plan: Plan, room: float | None) -> bool | None:
     return None if fits and plan.memory.left_out else fits
 
 
-def _label(recipe: Recipe) -> str:
+def label_of(recipe: Recipe) -> str:
+    """Return the name of a recipe in tables, which says that it trains an adapter."""
     return f"{recipe.name}+lora" if recipe.adapter and recipe.storage is None else recipe.name
 
 
@@ -144,7 +145,7 @@ def _step(plan: Plan) -> tuple[float | None, str]:
     return plan.step_time or plan.computing_time or (None, "")
 
 
-def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:
+def products_on(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:
     """Return (a word for how the GPU computes a recipe's products, the reason in a sentence)."""
     gemms = gemms_of(on_gpu(recipe, gpu))
     # a frozen weight has no gradient

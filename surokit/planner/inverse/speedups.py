@@ -19,7 +19,7 @@ from surokit import units
 from surokit.planner.counts.flops import frozen
 from surokit.planner.inverse.budgets import Space, known_memory_budget, space_of
 from surokit.planner.inverse.changes import saving_time
-from surokit.planner.inverse.recipe_choice import compare_recipes
+from surokit.planner.inverse.recipe_choice import candidates, label_of, products_on
 from surokit.planner.offload.formulas import Host
 from surokit.planner.times.cost import StepTime
 from surokit.planner.times.roofline import why_no_estimate
@@ -172,16 +172,17 @@ def _fastest_recipe(plan: Plan, space: Space) -> FasterWay | None:
     What a GPU emulates is left out: it tells about the loss, and gains what its storage happens to.
     """
     found = []
-    for choice in compare_recipes(plan):
-        if choice.recipe.frozen_base != frozen(plan.recipe) or choice.products in ("emulated", ""):
+    for recipe, _ in candidates(plan):
+        if recipe.frozen_base != frozen(plan.recipe) or products_on(recipe, plan.gpu)[0] in ("emulated", ""):
             continue
-        tried = plan.but(recipe=choice.recipe)
+        tried = plan.but(recipe=recipe)
         if space.suffices(tried.memory, plan.memory):
-            found.append((_time(tried, space).ms, choice, tried.memory.gib))
-    ms, best, gib = min(found, key=lambda each: each[0], default=(math.inf, None, 0.0))
+            found.append((_time(tried, space).ms, recipe, tried.memory.gib))
+    if not found:
+        return None
+    ms, best, gib = min(found, key=lambda each: each[0])
     saves = _time(plan, space).ms - ms
-    if best is None or saves <= LEAST_GAIN * ms:
+    if saves <= LEAST_GAIN * ms:
         return None
     why = "trains with other products: a race tells how well" if plan.setup.training else "other products"
-    changes = {"recipe": best.recipe}
-    return FasterWay(f"recipe {best.name}", changes, ms, saves, gib, gib - plan.memory.gib, False, why)
+    return FasterWay(f"recipe {label_of(best)}", {"recipe": best}, ms, saves, gib, gib - plan.memory.gib, False, why)
