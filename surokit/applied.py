@@ -16,7 +16,7 @@ from surokit.recipe import Recipe
 if TYPE_CHECKING:
     from torch import nn
 
-_RECIPE = "_surokit_recipe"
+_RECIPE, _PART = "_surokit_recipe", "_surokit_recipe_part"
 
 
 def is_adapter(name: str) -> bool:
@@ -24,15 +24,22 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def note_recipe(model: nn.Module, recipe: Recipe) -> None:
-    """Remember the recipe that was applied to a model; `recipe_of` returns it."""
+def note_recipe(model: nn.Module, recipe: Recipe, part: int = 0) -> None:
+    """Remember the recipe that was applied to a model and which of its parts computes; `recipe_of` and `part_of` return them."""
     setattr(model, _RECIPE, recipe)
+    setattr(model, _PART, part)
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
     """Return the recipe that `apply` gave this model last, or None."""
     found = getattr(model, _RECIPE, None)
     return found if isinstance(found, Recipe) else None
+
+
+def part_of(model: nn.Module) -> int:
+    """Return which part of its recipe a model computes in; 0 where the recipe does not change."""
+    part: int = getattr(model, _PART, 0)
+    return part
 
 
 def fusion_of(model: nn.Module) -> Fusion | None:

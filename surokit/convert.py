@@ -59,6 +59,8 @@ _deciding = threading.Lock()
 def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = None, tokens: int = 8192) -> Report:
     """Give every linear layer of `model`, and every weight of experts, what `recipe` says, in place.
 
+    Of a recipe that a run changes the beginning is applied: a Session goes over to the rest.
+
     A recipe with a storage or an adapter freezes the base model. `surokit.BF16` undoes the products of an earlier recipe; a
     stored weight is then dequantized, which does not bring back what quantizing lost. An adapter that is already there stays.
 
@@ -72,7 +74,8 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     TypeError for stored weights that a cast has spoilt. The model is then as it was.
     """
     check_module(model, "apply")
-    recipe = find_recipe(recipe)
+    whole = find_recipe(recipe)
+    recipe = whole.parts[0]
     tokens = integer("tokens", tokens)
     planned_on = _gpu_for(gpu, next(model.parameters(), torch.empty(0)).device)
     found = list(recipe_layers(model))
@@ -114,9 +117,10 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     rows = [replace(row, came=came[row.layer].words) if row.layer in came else row for row in rows]
     again = {row.layer for row in rows if row.again}
     _share_scales(model, [layer for _, layer in layers], recipe)
-    note_recipe(model, recipe)
+    note_recipe(model, whole)
     notes = _idle_rules(recipe, _ruled(model, layers), blocks)
     notes += notes_of(layers, came, again, {row.layer: row.why for row in rows})
+    notes += [f"a Session goes over to {change.recipe.name} {change}" for change in whole.later]
     if histories_before:
         notes.append("the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())")
     if stored_before and not recipe.storage:
@@ -241,7 +245,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     """
     check_module(model, "precision")
     check_taken_over(model, "precision")
-    recipe = find_recipe(recipe)
+    recipe = find_recipe(recipe).parts[0]
     layers = {name: adopt(layer) for name, layer in recipe_layers(model)}
     blocks = count_blocks(layers)
     before = {layer: layer.precision for layer in layers.values()}

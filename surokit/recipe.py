@@ -9,13 +9,15 @@ name. Named recipes are values of this one type; derived recipes are new values:
 
 >>> print(FP8_ROWWISE.keep("layers.0.*"))
 fp8-rowwise   y = Q(x)Q(w)'   dx = Q(dy)Q(w)   dw = Q(dy)'Q(x)   x,w,dy: e4m3  per row   bf16: lm_head, layers.0.*
+
+A run may go over to other products: `FP4.then(FP4.but(forward=BF16), at=0.82)` is one recipe too.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal, TypeAlias
@@ -150,12 +152,35 @@ class Pays:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A Change is what a run goes over to: `recipe` for the steps after the first `at`, or after that share of all steps."""
+
+    at: float
+    recipe: Recipe
+
+    def step(self, total: int | None) -> int:
+        """Return after how many steps of a run of `total` the change comes; ValueError for a share of nobody knows what."""
+        if isinstance(self.at, int):
+            return self.at
+        if total is None:
+            raise ValueError(
+                f"{self.recipe.name} is to begin after {self.at:.0%} of the run's steps, and nothing says how many these are: give "
+                "a schedule that does, such as surokit.Cosine(steps=1000), or a number of steps, then(..., at=900)."
+            )
+        return round(self.at * total)
+
+    def __str__(self) -> str:
+        return f"after step {self.at:,}" if isinstance(self.at, int) else f"after {self.at:.4g} of the steps"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A Recipe is a complete training recipe; see the module's text. Hashable, derived and never mutated.
 
     `storage` is how frozen weights are held; a recipe with a storage freezes the base model and wants an adapter.
     `keeps_decoded` spends memory on time: see `decode_once`. `where_native` names a recipe whose forward and grad_input are
     taken on devices that compute them, in place of bfloat16 products over decoded weights: stored codes then meet as they are.
+    `later` are the changes of a run (see `then`); everything else says how it begins.
     """
 
     name: str
@@ -169,6 +194,7 @@ class Recipe:
     pays: Pays | None = None
     keeps_decoded: bool | None = None
     where_native: str = ""
+    later: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -191,6 +217,56 @@ class Recipe:
         """Keep layers bfloat16 whose name matches a pattern ("layers.0.*", "*.down_proj")."""
         return self._with_rules(*(Rule("keep", p) for p in patterns))
 
+    def but(
+        self,
+        forward: Recipe | str | None = None,
+        grad_input: Recipe | str | None = None,
+        grad_weight: Recipe | str | None = None,
+    ) -> Recipe:
+        """Return the same recipe with some products of others: `FP4.but(forward=BF16)` computes its forward as BF16 does.
+
+        What is stored or adapted, and the rules, stay. The name says what was taken from where, and finds the recipe again.
+        """
+        given = {"forward": forward, "grad_input": grad_input, "grad_weight": grad_weight}
+        taken = {product: find_recipe(other) for product, other in given.items() if other is not None}
+        if not taken:
+            raise ValueError(
+                "but() takes at least one product of another recipe, for example but(forward=surokit.BF16)."
+            )
+        said = ", ".join(f"{product}={other.name}" for product, other in taken.items())
+        gemms: dict[str, Any] = {product: getattr(other, product) for product, other in taken.items()}
+        return self._each(lambda r: replace(r, name=f"{r.name}({said})", where_native="", **gemms))
+
+    def then(self, recipe: Recipe | str, *, at: float) -> Recipe:
+        """Return a recipe that a run begins with this one and goes on in another.
+
+        at: after how many steps (an int), or after which share of all steps (a float below 1). NVIDIA trained in NVFP4 and
+        computed the forward in bfloat16 after 8.2 of 10 trillion tokens (arXiv 2509.25149).
+
+        Products and the layers that stay bfloat16 may differ, and the model has the same parameters: ValueError for other
+        storage or another adapter, and for a change that comes before an earlier one.
+        """
+        recipe = find_recipe(recipe)
+        if isinstance(at, bool) or not isinstance(at, int | float):
+            raise TypeError(f"then(at={at!r}): a number of steps such as 900, or a share of all steps such as 0.9.")
+        if at < 0 or (isinstance(at, float) and not at < 1):
+            raise ValueError(f"then(at={at!r}): a whole number of steps from 0, or a share of all steps below 1.")
+        if recipe.later:
+            raise ValueError(
+                f"{recipe.name} changes itself: give its parts one by one, first.then(second, at=...).then(third, at=...)."
+            )
+        if (recipe.storage, recipe.adapter) != (self.storage, self.adapter):
+            raise ValueError(
+                f"A run cannot go over from {self.name} to {recipe.name}: it would store weights in another way, or train other "
+                "parameters. Only products and kept layers may change; a session's fork() begins with any recipe."
+            )
+        if self.later and type(self.later[-1].at) is type(at) and at <= self.later[-1].at:
+            raise ValueError(
+                f"then(at={at!r}): the change before comes {self.later[-1]}, so this one has to come later."
+            )
+        change = Change(at, recipe)
+        return replace(self, name=f"{self.name} then {recipe.name} at {at!r}", later=(*self.later, change))
+
     def keep_first(self, n: int) -> Recipe:
         """Keep the first n blocks bfloat16."""
         return self._with_rules(Rule("keep", first=_count(n)))
@@ -201,9 +277,9 @@ class Recipe:
             raise ValueError("keep_last() takes either a number of blocks or share=, for example keep_last(2).")
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"keep_last(share={share}): a share lies between 0 and 1.")
-        others = tuple(r for r in self.rules if not (r.last or r.last_share))
         rule = Rule("keep", last=_count(n)) if n is not None else Rule("keep", last_share=share or 0.0)
-        return replace(self, rules=(*others, rule) if rule.last or rule.last_share else others)
+        added = (rule,) if rule.last or rule.last_share else ()
+        return self._each(lambda r: replace(r, rules=(*(o for o in r.rules if not (o.last or o.last_share)), *added)))
 
     def also(self, *patterns: str) -> Recipe:
         """Quantize layers that a rule keeps out, for example also("lm_head")."""
@@ -211,7 +287,8 @@ class Recipe:
 
     def keep_small(self, features: int) -> Recipe:
         """Keep layers bfloat16 that have fewer input or output features than this."""
-        return replace(self, min_features=_count(features))
+        features = _count(features)
+        return self._each(lambda r: replace(r, min_features=features))
 
     def keep_slower(self, tokens: int, gpu: str) -> Recipe:
         """Keep layers bfloat16 that the format is planned to slow down at `tokens` a step on `gpu` ("H200").
@@ -225,7 +302,7 @@ class Recipe:
             )
         if tokens < 1:
             raise ValueError(f"keep_slower(tokens={tokens}): a step has at least one token.")
-        return replace(self, pays=Pays(tokens, gpu))
+        return self._each(lambda r: replace(r, pays=Pays(tokens, gpu)))
 
     def lora(self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Recipe:
         """Return the same recipe with a frozen base and a low-rank adapter on `targets`: the ends of layers' paths, or patterns.
@@ -233,7 +310,8 @@ class Recipe:
         y gets alpha / rank * B A x, without dropout.
         """
         targets = (targets,) if isinstance(targets, str) else targets
-        return replace(self, adapter=Lora(rank, float(alpha), tuple(targets or ())))
+        adapter = Lora(rank, float(alpha), tuple(targets or ()))
+        return self._each(lambda r: replace(r, adapter=adapter))
 
     def store(self, storage: Quantizer | Recipe) -> Recipe:
         """Return the same products over frozen weights stored as `storage` says: a quantizer, or a recipe whose storage is taken.
@@ -245,10 +323,10 @@ class Recipe:
         if isinstance(storage, Recipe):
             if storage.storage is None:
                 raise ValueError(f"{storage.name} stores no weights: give a quantizer, or surokit.QFP8, QFP4 or QNF4.")
-            name, storage = storage.name, storage.storage
+            name, quantizer = storage.name, storage.storage
         else:
-            name = str(storage.format)
-        return replace(self, name=f"{self.name}+{name}", storage=storage, where_native="")
+            name, quantizer = str(storage.format), storage
+        return self._each(lambda r: replace(r, name=f"{r.name}+{name}", storage=quantizer, where_native=""))
 
     def decode_once(self, keep: bool = True) -> Recipe:
         """Decode stored weights once a step: forward keeps them for backward, two bytes a parameter, same numbers. On a CPU
@@ -257,10 +335,31 @@ class Recipe:
         With keep=False each is decoded in forward and again in backward, and at most one layer's is there at a time. So it is
         where nothing is said, except in a session on a CPU, which keeps them where they take a quarter of the memory at most.
         """
-        return replace(self, keeps_decoded=keep)
+        return self._each(lambda r: replace(r, keeps_decoded=keep))
 
     def _with_rules(self, *rules: Rule) -> Recipe:
-        return replace(self, rules=(*self.rules, *rules))
+        return self._each(lambda r: replace(r, rules=(*r.rules, *rules)))
+
+    def _each(self, derive: Callable[[Recipe], Recipe]) -> Recipe:
+        """Derive a recipe from what a run begins with and from all that it goes over to."""
+        found = derive(self.parts[0])
+        for change in self.later:
+            found = found.then(derive(change.recipe), at=change.at)
+        return found
+
+    # -- what a run changes
+
+    @property
+    def parts(self) -> tuple[Recipe, ...]:
+        """Return the recipes that a run has one after the other; itself where nothing changes."""
+        if not self.later:
+            return (self,)
+        first = replace(self, name=self.name.partition(" then ")[0], later=())
+        return (first, *(change.recipe for change in self.later))
+
+    def part_at(self, done: int, total: int | None = None) -> int:
+        """Return which of the `parts` computes the step after `done` steps of a run of `total`."""
+        return max((i for i, change in enumerate(self.later, 1) if change.step(total) <= done), default=0)
 
     # -- what it says of a layer
 
@@ -305,7 +404,7 @@ class Recipe:
     @property
     def numbers(self) -> Recipe:
         """Return the recipe without what changes no number: whether decoded weights are kept."""
-        return replace(self, keeps_decoded=None)
+        return self._each(lambda r: replace(r, keeps_decoded=None))
 
     # -- as text and as data
 
@@ -343,7 +442,8 @@ class Recipe:
         line = f"{self.name}   {self.algebra()}"
         if self.quantized and kept:
             line += f"   bf16: {kept}"
-        return line + (f"   also: {also}" if also else "")
+        line += f"   also: {also}" if also else ""
+        return "   ".join([line, *(f"{change}: {change.recipe}" for change in self.later)])
 
     def __repr__(self) -> str:
         return f"<Recipe {self}>"
@@ -362,6 +462,7 @@ class Recipe:
             "pays": dict(self.pays.__dict__) if self.pays else None,
             "decoded_once": self.keeps_decoded,
             "where_native": self.where_native,
+            "later": [{"at": change.at, "recipe": change.recipe.to_dict()} for change in self.later],
         }
 
     @staticmethod
@@ -380,6 +481,7 @@ class Recipe:
             pays=Pays(**data["pays"]) if data.get("pays") else None,
             where_native=data.get("where_native", ""),
             keeps_decoded=data.get("decoded_once", data.get("keeps_decoded") or None),
+            later=tuple(Change(change["at"], Recipe.from_dict(change["recipe"])) for change in data.get("later", ())),
         )
 
 
@@ -516,7 +618,8 @@ _ALIASES = {"nvfp4": "fp4", "qlora": "qnf4"}
 def find_recipe(recipe: Recipe | str) -> Recipe:
     """Return a recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter).
 
-    "fp4+qnf4" is FP4.store(QNF4), by the name that it has, and "fp8+lora" is FP8.lora().
+    "fp4+qnf4" is FP4.store(QNF4), by the name that it has, and "fp8+lora" is FP8.lora(). So are "fp4(forward=bf16)" and
+    "fp4 then fp4(forward=bf16) at 0.82".
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -528,6 +631,14 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
     name = _ALIASES.get(name, name)
     if name in recipes:
         return recipes[name]
+    if changed := re.fullmatch(r"(.+) then (.+) at ([\d.]+)", name):
+        begins, goes_on, at = changed.groups()
+        return find_recipe(begins).then(goes_on, at=float(at) if "." in at else int(at))
+    if taken := re.fullmatch(r"(.+)\(((?:[a-z-]+=[^,()]+(?:, )?)+)\)", name):
+        pairs = (pair.split("=") for pair in taken[2].split(", "))
+        others = {product.replace("-", "_"): other for product, other in pairs}
+        if others.keys() <= ROLES.keys():
+            return find_recipe(taken[1]).but(**others)
     products, plus, storage = name.rpartition("+")
     if plus:
         found = find_recipe(products)

@@ -198,3 +198,74 @@ def test_nvfp4_is_another_name_for_fp4():
     assert find_recipe("NVFP4") is sk.FP4
     assert sk.FP4.keep_last(0).rules == sk.BF16.rules
     assert [sk.FP4.kept_by(f"layers.{i}.mlp.up_proj", 20) is not None for i in (16, 17)] == [False, True]
+
+
+CHANGING = sk.FP4.then(sk.FP4.but(forward=sk.BF16), at=0.82)
+
+
+def test_products_are_taken_from_other_recipes():
+    mixed = sk.FP4.but(forward=sk.BF16, grad_input="mxfp8")
+    assert (mixed.forward, mixed.grad_input) == (sk.BF16.forward, sk.MXFP8.grad_input)
+    assert (mixed.grad_weight, mixed.rules) == (sk.FP4.grad_weight, sk.FP4.rules)
+    assert find_recipe(mixed.name) == mixed
+    assert sk.QFP8.but(forward=sk.FP8_BLOCK).where_native == ""
+    with refused(ValueError):
+        sk.FP4.but()
+    with refused(ValueError):
+        find_recipe("fp4(backward=bf16)")
+
+
+def test_a_recipe_says_what_a_run_goes_over_to():
+    assert CHANGING.parts == (sk.FP4, sk.FP4.but(forward=sk.BF16))
+    assert [CHANGING.part_at(done, 1000) for done in (0, 819, 820, 999)] == [0, 0, 1, 1]
+    assert CHANGING.algebra() == sk.FP4.algebra()
+    assert "   after 0.82 of the steps: fp4(forward=bf16)   y = (x)(w)'   dx" in str(CHANGING)
+    assert sk.FP8.parts == (sk.FP8,)
+    thrice = sk.FP8.then("mxfp8", at=100).then(sk.BF16, at=0.9)
+    assert [thrice.part_at(done, 1000) for done in (99, 100, 899, 900)] == [0, 1, 1, 2]
+    for recipe in (CHANGING, thrice, CHANGING.keep("layers.0.*")):
+        assert Recipe.from_dict(recipe.to_dict()) == recipe
+        assert hash(recipe) == hash(Recipe.from_dict(recipe.to_dict()))
+    for recipe in (CHANGING, thrice, CHANGING.store(sk.QNF4)):
+        assert find_recipe(recipe.name) == recipe
+
+
+def test_what_is_derived_holds_for_the_whole_run():
+    derived = (
+        CHANGING.keep_last(0).keep("*.down_proj").keep_small(64).keep_slower(8192, "H100").store(sk.QNF4).lora(rank=4)
+    )
+    first = sk.FP4.keep_last(0).keep("*.down_proj").keep_small(64).keep_slower(8192, "H100").store(sk.QNF4).lora(rank=4)
+    assert derived.parts[0] == first
+    later = derived.parts[1]
+    assert (later.rules, later.storage, later.adapter, later.min_features) == (
+        first.rules,
+        first.storage,
+        first.adapter,
+        first.min_features,
+    )
+    assert derived.decode_once().numbers == derived
+    assert [part.name for part in CHANGING.but(grad_weight="fp8").parts] == [
+        "fp4(grad_weight=fp8)",
+        "fp4(forward=bf16)(grad_weight=fp8)",
+    ]
+
+
+@pytest.mark.parametrize("at", [-1, 1.0, 1.5, float("nan")])
+def test_a_change_comes_within_the_run(at):
+    with refused(ValueError):
+        sk.FP4.then(sk.BF16, at=at)
+
+
+def test_what_a_run_cannot_go_over_to_is_refused():
+    with refused(TypeError):
+        sk.FP4.then(sk.BF16, at="0.9")  # type: ignore[arg-type]
+    with refused(ValueError):
+        sk.FP4.then(CHANGING, at=0.9)
+    with refused(ValueError):
+        sk.FP4.then(sk.QFP8, at=0.9)
+    with refused(ValueError):
+        sk.FP4.then(sk.FP4.lora(), at=0.9)
+    with refused(ValueError):
+        CHANGING.then(sk.BF16, at=0.8)
+    with refused(ValueError):
+        CHANGING.part_at(3)

@@ -75,11 +75,16 @@ def spread(model: nn.Module, processes: Processes, reduce: Reduce) -> Spread:
         _shard(model, processes, reduce)
     if deferred:
         _fill(model, processes)
-    for bank in banks_of(model):
-        bank.shared = processes.are_several
+    share_scales(model, processes)
     if not processes.are_several or processes.layout.is_sharded:
         return Spread(model, processes)
     return Spread(_copied(model, reduce), processes)
+
+
+def share_scales(model: nn.Module, processes: Processes) -> None:
+    """Let the processes of a model have the same delayed scales."""
+    for bank in banks_of(model):
+        bank.shared = processes.are_several
 
 
 def is_deferred(model: nn.Module) -> bool:

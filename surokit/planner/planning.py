@@ -8,10 +8,13 @@ A Plan keeps apart what is exact, what is approximate and what is a prediction, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
@@ -42,7 +45,7 @@ from surokit.planner.inverse import budgets, offload_plan, questions, recipe_cho
 from surokit.planner.inverse.serving import Serving, serving
 from surokit.planner.offload.formulas import Host, Offload, host_of
 from surokit.planner.offload.streaming import Streamed
-from surokit.planner.times.cost import ModelFlops, Price, StepTime, Time, count_time, exact
+from surokit.planner.times.cost import ModelFlops, Price, StepTime, Time, count_time, exact, time_in_parts
 from surokit.planner.times.energy import energy_kwh
 from surokit.planner.times.likely import Likely, likely_step
 from surokit.planner.times.roofline import Estimate, estimate_step, why_no_estimate
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from surokit.recipe import Change
+
 
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -62,6 +67,8 @@ class Plan:
     days, gpu_hours, usd    predictions; None without a rate (tflops_per_gpu, or mfu with gpu) and, for usd, a price
     time, memory, compute   the parts, with every figure behind these
     source      what was taken from a live model or session, in a line; "" without one
+    parts       where the recipe changes on the way: for each part of it, the share of the run's steps and the plan of that part.
+                Times of the run are sums over them, and the memory is that of the part that needs most; a step's are the first's
     """
 
     title: str
@@ -82,6 +89,7 @@ class Plan:
     notes: tuple[str, ...]
     source: str
     asked: Asked = field(compare=False)
+    parts: tuple[tuple[float, Plan], ...] = ()
 
     def but(self, **changes: Any) -> Plan:
         """Plan the same run with other arguments, as in `plan.but(batch=4)`; an argument that is None is taken back."""
@@ -196,6 +204,14 @@ class Plan:
 
         None without `tokens` or a likely step.
         """
+        if self.parts:
+            each = [plan.likely_days for _, plan in self.parts]
+            days_of = [days for days in each if days is not None]
+            if len(days_of) < len(each):
+                return None
+            shares = [share for share, _ in self.parts]
+            days, low, high = (sum(map(mul, shares, column)) for column in zip(*days_of))
+            return days, low, high
         if self.flops is None or self.flops_per_step is None or (likely := self.likely) is None:
             return None
         steps = self.flops / self.flops_per_step / self.time.goodput
@@ -523,7 +539,43 @@ def answer(question: Question) -> Plan:
         source=plan_source(question, setup, asked.recipe),
         asked=asked,
     )
-    return replace(found, notes=(*found.notes, *plan_notes(found)))
+    found = replace(found, notes=(*found.notes, *plan_notes(found)))
+    return found if asked.recipe is None or not asked.recipe.later else _over_the_run(found)
+
+
+def _over_the_run(first: Plan) -> Plan:
+    """Put the plan of a run together whose recipe changes, from the plans of its parts."""
+    recipe = first.recipe
+    plans = [first.but(recipe=part) for part in recipe.parts]
+    begins = [0.0, *(_begins_at(change, first) for change in recipe.later), 1.0]
+    shares = [end - begin for begin, end in pairwise(begins)]
+    notes = []
+    for change, plan in zip(recipe.later, plans[1:]):
+        step = (
+            "" if plan.step_time is None else f", a step {units.value(plan.step_time.ms, 'ms')} ({plan.step_time.kind})"
+        )
+        notes.append(f"{change} the recipe is {change.recipe.name}{step}, {units.gib(plan.memory.gib)}")
+    return replace(
+        first,
+        memory=max((plan.memory for plan in plans), key=lambda memory: memory.gib),
+        time=time_in_parts(list(zip(shares, (plan.time for plan in plans)))),
+        parts=tuple(zip(shares, plans)),
+        notes=(*first.notes, *notes),
+    )
+
+
+def _begins_at(change: Change, plan: Plan) -> float:
+    """Return the share of the run's steps after which a change comes; nan where nobody asks for times of a run."""
+    if not isinstance(change.at, int):
+        return change.at
+    if plan.tokens is None:
+        return math.nan
+    if plan.flops is None or plan.flops_per_step is None:
+        raise ValueError(
+            f"The recipe changes {change}, and nothing says how many steps the run has: give batch= and length=, or a share of the "
+            "run, then(..., at=0.9)."
+        )
+    return min(1.0, change.at * plan.flops_per_step / plan.flops)
 
 
 def _as_a_session_decodes(asked: Asked) -> Asked:

@@ -13,10 +13,11 @@ import torch
 from surokit.optim.schedule import Schedule, schedule_to_dict
 from surokit.optim.spec import Spec
 from surokit.racing import comparability, folder
-from surokit.racing.entries import Builder, Source, grid
+from surokit.racing.entries import Builder, Grid, Source, grid
 from surokit.racing.result import RaceResult, check_time
 from surokit.racing.runs import Run
 from surokit.racing.scheduler import Driver
+from surokit.recipe import Recipe
 from surokit.train import AdamW, Cosine, Session
 from surokit.train.background import Running
 from surokit.train.setup import claim_folder
@@ -25,6 +26,7 @@ from surokit.train.stream import Batch
 FEWEST = 3  # steps: of warm-up, untimed, timed
 MORE = 40
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
+_CONSTANT = Cosine(20, 500, floor=1.0)
 _NOT_HERE = (
     "save_every",
     "eval_every",
@@ -231,7 +233,7 @@ def race(
         )
     _check_numbers(turn_s, target_loss, usd_per_gpu_hour)
     if schedule == "auto":
-        schedule = Cosine(20, 500, floor=1.0) if steps is None else Cosine(min(20, max(1, steps // 10)), max(2, steps))
+        schedule = _CONSTANT if steps is None else Cosine(min(20, max(1, steps // 10)), max(2, steps))
     settings = {
         "optimizer": optimizer,
         "schedule": schedule,
@@ -245,6 +247,8 @@ def race(
             f"race({theirs[0]}=...) is none of its settings: the race itself evaluates and saves, between turns."
         )
     who = grid(entries, control)
+    if steps is None and schedule == _CONSTANT:
+        _check_changes(who)
     allowed = comparability.check_allowed(allow)
     builder = Builder(who, model, data, settings, together, None)
     builder.check()
@@ -280,6 +284,16 @@ def race(
 
     built.go(work, thread)
     return built
+
+
+def _check_changes(who: Grid) -> None:
+    """Raise ValueError for a recipe that changes after a share of the steps, in a race whose steps nobody knows."""
+    for name, entry in who.entries.items():
+        if isinstance(entry, Recipe) and any(not isinstance(change.at, int) for change in entry.later):
+            raise ValueError(
+                f"race(): {name!r} changes after a share of the steps, which a race by minutes does not know: give "
+                "steps=, or a number of steps, then(..., at=900)."
+            )
 
 
 def _check_numbers(turn_s: float | None, target_loss: float | None, usd_per_gpu_hour: float | None) -> None:

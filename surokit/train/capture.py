@@ -210,6 +210,11 @@ class Graphs:
         self._forget()
         return True
 
+    def begin_anew(self) -> None:
+        """Forget what was recorded, so that it is recorded again after as many eager steps as at first."""
+        self._forget()
+        self._seen.clear()
+
     def _stays_eager(self, why: str) -> bool:
         self._eager[why] += 1
         return False
@@ -221,8 +226,7 @@ class Graphs:
         if self._times > ANEW:
             self._refuse(f"{why}, {self._times} times")
             return False
-        self._forget()
-        self._seen.clear()
+        self.begin_anew()
         return self._stays_eager(f"{why}, and the graphs are recorded anew")
 
     def _refuse(self, why: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from surokit import convert
-from surokit.applied import fusion_of, recipe_of
+from surokit.applied import fusion_of, part_of, recipe_of
 from surokit.fusion import Fusion
 from surokit.models.fuse import fuse
 from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
@@ -86,6 +86,7 @@ def _meta(session: Session) -> dict[str, Any]:
         "elapsed_s": session.elapsed_s,
         "run_s": session.run_s,
         "recipe": session.recipe.to_dict() if session.recipe else None,
+        "part": part_of(model),
         "model": f"{class_of(model).__module__}.{class_of(model).__qualname__}",
         "trainable": [name for name, p in model.named_parameters() if p.requires_grad],
         "data": session.data.fingerprint,
@@ -144,6 +145,8 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     else:
         peers.together(lambda: checkpoints.load_model(found, session.model))
         peers.together(lambda: fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
+    if (part := meta.get("part", 0)) != part_of(session.model):
+        session.go_over(part)
     if again and own:  # delayed scales of copies are each process's own
         state |= {"scaling": own["scaling"], "data": own["data"]}
     peers.together(lambda: fitting(lambda: convert.load_scaling_state(session.model, state["scaling"])))

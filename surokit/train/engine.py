@@ -80,6 +80,12 @@ class Engine:
     def _plain(self) -> nn.Module:
         return self.spread.forward
 
+    def model_changed(self) -> None:
+        """Compile and record anew, since the model computes something else from now on."""
+        self.forget_compiled()
+        if self._graphs is not None:
+            self._graphs.begin_anew()
+
     def forget_compiled(self) -> None:
         """Forget what an interrupt left of a compilation, so that the next step begins it anew."""
         if self.compiled:

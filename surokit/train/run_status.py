@@ -112,6 +112,11 @@ class Journal:
         self.info = self.describe()
         self._session.subscribers.emit("on_info", self.info)
 
+    def changed(self) -> None:
+        """Tell anew what the run is, since its recipe has changed."""
+        if self.info is not None:
+            self._tell_info()
+
     def beat(self, state: str | None = None, now: bool = False) -> None:
         """Write run.json: a new state at once, a sign of life at most every two seconds or `now`."""
         self._state = state or self._state

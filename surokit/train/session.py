@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from surokit import convert
-from surokit.applied import Trainer, recipe_of
+from surokit.applied import Trainer, note_recipe, part_of, recipe_of
 from surokit.data import check_vocabulary
 from surokit.nn.delayed import dropped_on_error
 from surokit.optim.adamw import AdamW
@@ -35,7 +35,7 @@ from surokit.optim.schedule import Cosine, Schedule
 from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
-from surokit.parallel.spread import is_deferred, spread
+from surokit.parallel.spread import is_deferred, share_scales, spread
 from surokit.parallel.wire import Wire, wire
 from surokit.ranks import LIVE, rank_here, why_restarted
 from surokit.recipe import Recipe, find_recipe
@@ -66,6 +66,7 @@ from surokit.train.setup import (
     began_in,
     build_optimizer,
     check_alone,
+    check_changes,
     check_place,
     check_settings,
     claim_folder,
@@ -103,7 +104,8 @@ class Session(Trainer):
     optimizer: a specification such as surokit.AdamW(lr=3e-4), a torch Optimizer over the model's parameters, or a
         function from parameters to one. One that torch calls amp-scaling capable (ours, torch's fused ones) is clipped
         and masked on the device; any other needs one read of the device a step.
-    recipe: applied to the model unless it has it already; None takes the model as it is.
+    recipe: applied to the model unless it has it already; None takes the model as it is. One that changes, as
+        surokit.FP4.then("bf16", at=0.9), goes over by itself.
     accumulate: batches a step takes, weighted by the labels that count.
     clip: largest norm of all gradients together; None does not clip.
     schedule: from the number of steps done to a factor of the learning rate; None leaves the optimizer's rate alone.
@@ -192,6 +194,7 @@ class Session(Trainer):
         if recipe is not None and recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
+        check_changes(self.recipe, self.run_length, self.processes.layout)
         over = spread(model, self.processes, "sum")
         # a sentence on stored weights that are decoded once; shards are decoded where they are gathered
         self.decoded = "" if self.processes.layout.is_sharded else convert.keep_decoded(model)
@@ -376,6 +379,8 @@ class Session(Trainer):
         if tokens is None:
             tokens = self.processes.world * sum(batch["input_ids"].numel() for batch in batches)
         check_place(self.model, self.device)
+        if (recipe := self.recipe) is not None and recipe.later:
+            self._go_over(recipe.part_at(self.steps, self.run_length))
         self._prepare()
         if not self.model.training:
             self.model.train()
@@ -597,9 +602,19 @@ class Session(Trainer):
         return recipe_of(self.model)
 
     @property
+    def recipe_now(self) -> Recipe | None:
+        """Return the part of a recipe that changes which computes now; else the recipe."""
+        return None if self.recipe is None else self.recipe.parts[part_of(self.model)]
+
+    @property
+    def run_length(self) -> int | None:
+        """Return for how many steps the schedule is made, of which a recipe's changes may be shares; None where none says."""
+        return getattr(self.schedule, "steps", None)
+
+    @property
     def numerics(self) -> str:
         """Return "native", or what is emulated and why; "" for bf16 and for a model as given."""
-        recipe = self.recipe
+        recipe = self.recipe_now
         return "" if recipe is None or not recipe.quantized else convert.emulation(recipe, self.device) or "native"
 
     @property
@@ -705,6 +720,51 @@ class Session(Trainer):
             )
         self.arrivals.drain(wait=True)
         return checkpointing.fork(self, recipe, run_dir, meters)
+
+    # -- changing the recipe
+
+    @at_a_boundary
+    def switch(self, recipe: Recipe | str) -> None:
+        """Go on in another recipe from the next step on; weights, optimizer state and random states stay.
+
+        `session.recipe` is then the one so far with this change: checkpoints have it, and a resumed run goes on the same. Changes
+        that were still to come are dropped; delayed scales begin anew. On several processes all call it after the same step.
+
+        ValueError for a recipe that stores weights in another way or trains other parameters: fork() begins with any.
+        """
+        before, wanted = self.recipe, find_recipe(recipe)
+        if before is None:
+            raise ValueError(
+                "This session has a model as it was given, so there is no recipe to change: give Session(recipe='bf16') or another."
+            )
+        kept = before.parts[0]
+        for change in before.later[: part_of(self.model)]:
+            if change.step(self.run_length) < self.steps:  # else it computed nothing
+                kept = kept.then(change.recipe, at=change.at)
+        after = kept.then(wanted, at=self.steps)
+        check_changes(after, self.run_length, self.processes.layout)
+        self.arrivals.drain(wait=True)
+        note_recipe(self.model, after)
+        self._go_over(len(after.later))
+
+    def _go_over(self, part: int) -> None:
+        if self.recipe is None or part == part_of(self.model):
+            return
+        self.go_over(part)
+        self.journal.note(self.steps, f"the next step is the first in {self.recipe.parts[part].name}")
+        self.journal.changed()
+        self.measuring.restart()
+
+    def go_over(self, part: int) -> None:
+        """Let this part of the session's recipe compute."""
+        recipe = self.recipe
+        assert recipe is not None
+        convert.apply(self.model, recipe.parts[part])
+        note_recipe(self.model, recipe, part)
+        share_scales(self.model, self.processes)
+        if not self.processes.layout.is_sharded:
+            self.decoded = convert.keep_decoded(self.model)
+        self.engine.model_changed()
 
     # -- contexts, stopping, compiling
 

@@ -119,6 +119,22 @@ def check_alone(model: nn.Module, parallel: Any) -> None:
         )
 
 
+def check_changes(recipe: Recipe | None, total: int | None, layout: Parallel) -> None:
+    """Raise ValueError where a recipe changes and nobody knows when, or where what processes exchange does not change with it.
+
+    total: the steps of the run's schedule; None where none says.
+    """
+    if recipe is None or not recipe.later:
+        return
+    for change in recipe.later:
+        change.step(total)
+    if layout.is_sharded and layout.communicate == "codes":
+        raise ValueError(
+            f"{recipe.name} changes in a run whose processes exchange weights as codes of one recipe: give "
+            "Parallel(communicate='numbers')."
+        )
+
+
 def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done: int) -> int | None:
     """Return how many steps a run shall take, to the end of the schedule where neither is given; None where minutes decide."""
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
@@ -328,7 +344,7 @@ def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:
     if (saved and saved.numbers) != (given and given.numbers):
         raise ResumeError(
             f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
-            "resume with the checkpoint's, or fork() to another after resuming."
+            "resume with the checkpoint's, and switch() or fork() to another after resuming."
         )
 
 

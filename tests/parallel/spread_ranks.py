@@ -101,6 +101,9 @@ def _optimizers() -> dict[str, Case]:
 OPTIMIZERS = _optimizers()
 
 
+CHANGING = {"changes": Case(sk.FP8.then(sk.FP8_ROWWISE, at=1))}  # its recipe, after a step
+
+
 def learns(case: Case, layout: str) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: measured(case, LAYOUTS[layout], 1)
 
@@ -423,6 +426,10 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"{name}, copies": learns(CASES[name], "copies") for name in RECIPES},
     **{f"{name}, both": learns(CASES[name], "both") for name in ("bf16", "fp8", "fp8-block", "qfp8", "qfp4")},
     **{f"{name}, {layout}": learns(CASES[name], layout) for name in ("bf16", "fp8") for layout in ("shards", "zero-2")},
+    "changes, copies": learns(CHANGING["changes"], "copies"),
+    "changes, shards": lambda folder: measured(
+        CHANGING["changes"], replace(LAYOUTS["shards"], communicate="numbers"), 1
+    ),
     **{
         f"{name} by {layout}": learns(case, layout)
         for name, case in OPTIMIZERS.items()

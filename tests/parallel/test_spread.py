@@ -17,6 +17,7 @@ import surokit as sk
 from surokit.parallel.layout import Parallel
 from tests.parallel.layouts import LAYOUTS, RANKS
 from tests.parallel.spread_ranks import (
+    CHANGING,
     DEFERRED,
     JOBS,
     OPTIMIZERS,
@@ -64,13 +65,13 @@ def alone(name: str, accumulate: int = RANKS) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         if (name, accumulate) not in _alone:
-            _alone[name, accumulate] = measured(CASES[name], None, accumulate)
+            _alone[name, accumulate] = measured((CASES | CHANGING)[name], None, accumulate)
     finally:
         torch.set_num_threads(threads)
     return _alone[name, accumulate]
 
 
-TRAINED = [name for name in JOBS if name.partition(", ")[0] in CASES]
+TRAINED = [name for name in JOBS if name.partition(", ")[0] in CASES | CHANGING]
 DRAWN = ("fp4", "mxfp4")  # gradients are rounded stochastically, and each process draws numbers of its own
 
 

@@ -8,7 +8,8 @@ assumed: without one, the time is only bounded from below, each product at its o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -240,6 +241,27 @@ def count_time(
         floor_how=floor_how,
         waits_ms=waits_ms if predicted else None,
     )
+
+
+def time_in_parts(parts: Sequence[tuple[float, Time]]) -> Time:
+    """Return the Time of a run from those that its parts would take over all of it, each with its share of the run.
+
+    Hours and cost are sums; what is of a step is the first part's.
+    """
+
+    def summed(name: str) -> float | None:
+        values = [getattr(time, name) for _, time in parts]
+        return None if None in values else sum(share * value for (share, _), value in zip(parts, values))
+
+    sums: dict[str, Any] = {
+        name: summed(name) for name in ("days", "gpu_hours", "usd", "floor_days", "floor_gpu_hours")
+    }
+    ranges = [time.usd_range for _, time in parts]
+    usd_range = None
+    if None not in ranges:
+        low, high = (sum(share * ends[i] for (share, _), ends in zip(parts, ranges) if ends) for i in (0, 1))
+        usd_range = low, high
+    return replace(parts[0][1], usd_range=usd_range, **sums)
 
 
 def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:

@@ -1,0 +1,82 @@
+"""A plan of a run whose recipe changes on the way counts each part for its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import surokit as sk
+from tests.refusals import refused
+
+FORWARD = sk.FP4.but(forward=sk.BF16)
+CHANGING = sk.FP4.then(FORWARD, at=0.75)
+RUN: dict[str, Any] = {
+    "gpu": "B200",
+    "batch": 2,
+    "length": 2048,
+    "tokens": 1e10,
+    "tflops_per_gpu": 500,
+    "usd_per_gpu_hour": (2, 3),
+}
+
+
+def plans(**changes: Any) -> tuple[sk.Plan, sk.Plan, sk.Plan]:
+    whole, first, later = (
+        sk.plan("qwen3-0.6b", **{**RUN, "recipe": r, **changes}) for r in (CHANGING, *CHANGING.parts)
+    )
+    return whole, first, later
+
+
+def test_the_times_of_a_run_are_those_of_its_parts() -> None:
+    whole, first, later = plans(tflops_per_gpu=None)
+    assert whole.likely_days is not None
+    assert first.likely_days is not None
+    assert later.likely_days is not None
+    for days, one, other in zip(whole.likely_days, first.likely_days, later.likely_days, strict=True):
+        assert days == pytest.approx(0.75 * one + 0.25 * other)
+        assert one != other
+    assert whole.time.floor_days is not None
+    assert whole.time.floor_days == pytest.approx(0.75 * first.time.floor_days + 0.25 * later.time.floor_days)  # type: ignore[operator]
+    assert whole.step_time == first.step_time
+    assert whole.likely == first.likely
+    assert [plan.recipe for _, plan in whole.parts] == list(CHANGING.parts)
+    assert any("after 0.75 of the steps the recipe is fp4(forward=bf16), a step" in note for note in whole.notes)
+
+
+def test_the_memory_is_that_of_the_part_that_needs_most() -> None:
+    _, first, later = plans()
+    eight = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(sk.BF16, at=0.9)})
+    bf16 = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.BF16})
+    assert eight.memory == bf16.memory
+    assert first.memory.gib < bf16.memory.gib
+    assert eight.but(recipe=sk.FP4).memory == first.memory
+    assert later.memory.gib <= bf16.memory.gib
+
+
+def test_given_rates_leave_the_cost_as_it_is() -> None:
+    whole, first, _ = plans()
+    assert whole.days == pytest.approx(first.days)
+    assert whole.usd == pytest.approx(first.usd)
+    assert whole.usd_range == pytest.approx(first.usd_range)
+
+
+def test_a_change_after_so_many_steps_needs_the_steps_of_the_run() -> None:
+    steps = 1e10 / 4096
+    after = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=round(steps / 4))})
+    assert [share for share, _ in after.parts] == pytest.approx([0.25, 0.75], abs=1e-3)
+    with refused(ValueError):
+        sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "length": None})
+    alone = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "tokens": None})
+    assert alone.days is None
+    assert alone.step_time == sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4, "tokens": None}).step_time
+
+
+def test_a_live_session_is_planned_with_its_changes() -> None:
+    config = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=64, ffn=96)
+    model = sk.Decoder(config)
+    sk.apply(model, CHANGING)
+    plan = sk.plan(model, gpu="B200", batch=1, length=64, tokens=1e6)
+    assert plan.recipe == CHANGING
+    assert len(plan.parts) == 2
+    assert "recipe fp4 then fp4(forward=bf16) at 0.75" in repr(plan)
