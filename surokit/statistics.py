@@ -118,11 +118,12 @@ def student_t(share: float, degrees: int) -> float:
         return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
     low, high = -1e6, 1e6
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _t_below(middle, degrees) < share else (low, middle)
+        low, high = (middle, high) if student_t_below(middle, degrees) < share else (low, middle)
     return middle
 
 
-def _t_below(t: float, degrees: int) -> float:
+def student_t_below(t: float, degrees: int) -> float:
+    """Return the share of Student's t distribution that lies below `t`."""
     angle = math.atan(t / math.sqrt(degrees))
     term, total = 1.0, 0.0
     if degrees % 2:
@@ -137,3 +138,65 @@ def _t_below(t: float, degrees: int) -> float:
             term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
         inside = math.sin(angle) * total
     return 0.5 + inside / 2
+
+
+# -- gaps between paired runs
+
+
+class Gap(NamedTuple):
+    """A Gap is the mean of paired differences with its interval, their standard deviation, and how many pairs they come from.
+
+    p: of Student's two-sided t-test that the mean is 0; nan of fewer than two.
+    """
+
+    low: float
+    mean: float
+    high: float
+    spread: float
+    pairs: int
+    p: float
+
+    def within(self, gate: float) -> str:
+        """Say where the interval lies: "inside" of -gate to gate, "outside" of it, or "undecided" across an end of it."""
+        if -gate <= self.low and self.high <= gate:
+            return "inside"
+        return "outside" if self.low > gate or self.high < -gate else "undecided"
+
+
+def paired_gap(differences: Sequence[float], level: float = 0.95) -> Gap:
+    """Return the mean of differences between paired runs, with the interval of Student's t. Raises ValueError where there are
+    none."""
+    values = np.asarray(differences, np.float64)
+    n = len(values)
+    if not n:
+        raise ValueError("paired_gap() needs at least one difference.")
+    mean = float(values.mean())
+    if n == 1:
+        return Gap(math.nan, mean, math.nan, math.nan, 1, math.nan)
+    spread = float(values.std(ddof=1))
+    error = spread / math.sqrt(n)
+    half = student_t((1 + level) / 2, n - 1) * error
+    p = 2 * (1 - student_t_below(abs(mean) / error, n - 1)) if error else float(mean == 0)
+    return Gap(mean - half, mean, mean + half, spread, n, p)
+
+
+def power_of_gate(
+    gate: float, gap: float, spread: float, count: int, level: float = 0.95, draws: int = 20_000
+) -> float:
+    """Return how often a study of `count` pairs finds its whole interval inside of the gate, by simulation.
+
+    The differences are taken to be normal about `gap` with the standard deviation `spread`, in the unit of the gate.
+    """
+    if count < 2:
+        return 0.0
+    random = np.random.default_rng(0)
+    means = gap + spread / math.sqrt(count) * random.standard_normal(draws)
+    spreads = spread * np.sqrt(random.chisquare(count - 1, draws) / (count - 1))
+    half = student_t((1 + level) / 2, count - 1) * spreads / math.sqrt(count)
+    return float(np.mean(np.abs(means) + half <= gate))
+
+
+def count_for_gate(gate: float, gap: float, spread: float, power: float = 0.8, most: int = 100) -> int | None:
+    """Return the fewest pairs with which a study finds a true `gap` inside of the gate as often as `power` says; None beyond
+    `most`."""
+    return next((n for n in range(2, most + 1) if power_of_gate(gate, gap, spread, n) >= power), None)

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
             return _hour(arguments, list(sys.argv[1:] if argv is None else argv))
         return _run(command, arguments)
     except KeyboardInterrupt:
-        kept = command in ("gpu", "offload", "hour") or (command == "peers" and arguments.get("out"))
+        kept = command in ("gpu", "offload", "hour", "evidence") or (command == "peers" and arguments.get("out"))
         words = "what was finished is in the file, and the same command goes on" if kept else "nothing is kept"
         print(f"surokit.bench: stopped; {words}.", file=sys.stderr)
         return 130
@@ -60,7 +60,7 @@ def _hour(arguments: dict[str, Any], argv: list[str]) -> int:
     return int(any(entry["state"] == "failed" or entry["problems"] for entry in status["steps"].values()))
 
 
-AS_THEY_GO = ("gpu", "peers", "offload")  # these write what they measure at once, wherever their call ends
+AS_THEY_GO = ("gpu", "peers", "offload", "evidence")  # these write what they measure at once, wherever their call ends
 
 
 def _measured(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], str]]:
@@ -194,6 +194,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     compiled.add_argument("--arch", type=int, default=90, help="compute capability times ten (default 90)")
 
+    evidence = commands.add_parser(
+        "evidence", help="the held-out loss of every recipe at three sizes, paired by seeds; some hours, which go on"
+    )
+    evidence.add_argument(
+        "--folder", type=Path, default=Path("runs/evidence"), help="of checkpoints (default runs/evidence)"
+    )
+    evidence.add_argument(
+        "--minutes", type=float, default=60.0, help="how long this call may take (default 60); call it again"
+    )
+    evidence.add_argument("--workers", type=int, default=2, help="processes, of a core each (default 2)")
+
     tables = commands.add_parser(
         "tables", help="fill the marked places of Markdown files with the tables and pictures of their raw results"
     )
@@ -267,6 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
         memory,
         ceilings,
         published,
+        evidence,
     ):
         command.add_argument(
             "--out", type=Path, help="write the raw result to this JSON file, in a folder that is there"
