@@ -13,6 +13,7 @@ from surokit import parallel as parallel
 from surokit import planner as planner
 from surokit import profiler as profiler
 from surokit import racing as racing
+from surokit import tasks as tasks
 from surokit import texts as texts
 from surokit import train as train
 from surokit import widgets as widgets
@@ -102,6 +103,14 @@ from surokit.serving.bench import serve_bench as serve_bench
 from surokit.serving.served import ServeBench as ServeBench
 from surokit.serving.starting import ServerProcess as ServerProcess
 from surokit.serving.workload import Workload as Workload
+from surokit.tasks import Addition as Addition
+from surokit.tasks import Brackets as Brackets
+from surokit.tasks import Classification as Classification
+from surokit.tasks import Copying as Copying
+from surokit.tasks import Recall as Recall
+from surokit.tasks import Score as Score
+from surokit.tasks import Task as Task
+from surokit.texts.grammar import stories as stories
 from surokit.train import AdamW as AdamW
 from surokit.train import AdamW8bit as AdamW8bit
 from surokit.train import Cosine as Cosine

@@ -140,6 +140,25 @@ def student_t_below(t: float, degrees: int) -> float:
     return 0.5 + inside / 2
 
 
+def wilson_interval(right: int, total: int, level: float = 0.95) -> Interval:
+    """Return a share, `right` of `total`, with Wilson's score interval (1927).
+
+    Unlike the share plus and minus its standard error, it stays within 0 and 1 and has a width at 0 and at 1 too. Raises ValueError
+    for counts that are no share, and a level outside (0, 1).
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"wilson_interval(level={level}): a share between 0 and 1, for example 0.95.")
+    if not 0 <= right <= total or total < 1:
+        raise ValueError(f"wilson_interval({right}, {total}): so many of at least one.")
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    share, square = right / total, z * z / total
+    middle = (share + square / 2) / (1 + square)
+    half = z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
+    # at 0 and 1 the two terms are equal, but for roundings
+    low, high = (0.0 if right == 0 else middle - half), (1.0 if right == total else middle + half)
+    return Interval(low, share, high)
+
+
 # -- gaps between paired runs
 
 

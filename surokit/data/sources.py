@@ -25,10 +25,10 @@ _FOLDER_SUFFIXES = (".txt", ".jsonl", ".parquet")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def read(source: Any, split: str, choose: Choose) -> tuple[str, Iterator[tuple[str, Any]]]:
+def read(source: Any, split: str, choose: Choose | None) -> tuple[str, Iterator[tuple[str, Any]]]:
     """Return a source's name and its values, each with a phrase that says where it stands ("book.jsonl line 3").
 
-    Records give the column that `choose` picks; text files and lists give their items as they are.
+    Records give the column that `choose` picks, or themselves where it is None; text files and lists give their items as they are.
 
     Raises:
         FileNotFoundError: no such file, folder or dataset (near names are suggested), or the Hub does not answer.
@@ -42,7 +42,7 @@ def read(source: Any, split: str, choose: Choose) -> tuple[str, Iterator[tuple[s
         name = str(source)
         if isinstance(source, Path) or looks_like_path(name):
             raise missing(name, "text")
-        return name, _dataset_values(_from_hub(name, split), name, split, choose)
+        return name, _dataset_values(from_hub(name, split), name, split, choose)
     if type(source).__module__.partition(".")[0] == "datasets":
         name = f"a datasets.{type(source).__name__}"
         return name, _dataset_values(source, name, split, choose)
@@ -133,7 +133,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def _path_values(path: Path, split: str, choose: Choose) -> Iterator[tuple[str, Any]]:
+def _path_values(path: Path, split: str, choose: Choose | None) -> Iterator[tuple[str, Any]]:
     if path.is_file():
         return _file_values(path, choose)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -149,7 +149,7 @@ def _path_values(path: Path, split: str, choose: Choose) -> Iterator[tuple[str, 
     return chain.from_iterable(_file_values(file, choose) for file in files)
 
 
-def _file_values(path: Path, choose: Choose) -> Iterator[tuple[str, Any]]:
+def _file_values(path: Path, choose: Choose | None) -> Iterator[tuple[str, Any]]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         import datasets
@@ -205,7 +205,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path.name} is not UTF-8 text ({error.reason}): convert it to UTF-8 first") from None
 
 
-def _item_values(items: Iterable[Any], name: str, split: str, choose: Choose) -> Iterator[tuple[str, Any]]:
+def _item_values(items: Iterable[Any], name: str, split: str, choose: Choose | None) -> Iterator[tuple[str, Any]]:
     """Yield where each item stands, and its value: a path gives its file's, a mapping one column; others are given as they are."""
     chosen: str | None = None
     for number, item in enumerate(items, 1):
@@ -215,18 +215,21 @@ def _item_values(items: Iterable[Any], name: str, split: str, choose: Choose) ->
             if path is None:
                 raise missing(str(item), "text")
             yield from _path_values(path, split, choose)
-        elif isinstance(item, Mapping):
+        elif isinstance(item, Mapping) and choose is not None:
             chosen = chosen or choose(list(item), item)
             yield where, _cell(item, chosen, where)
         else:
             yield where, item
 
 
-def _column(records: Iterable[tuple[str, Any]], choose: Choose) -> Iterator[tuple[str, Any]]:
+def _column(records: Iterable[tuple[str, Any]], choose: Choose | None) -> Iterator[tuple[str, Any]]:
     chosen: str | None = None
     for where, record in records:
         if not isinstance(record, Mapping):
             raise ValueError(f"{where} holds a {type(record).__name__} where a record ({{...}}) is expected")
+        if choose is None:
+            yield where, record
+            continue
         chosen = chosen or choose(list(record), record)
         yield where, _cell(record, chosen, where)
 
@@ -240,7 +243,7 @@ def _cell(record: Mapping[str, Any], column: str, where: str) -> Any:
 # datasets ------------------------------------------------------------------------------------------------------------
 
 
-def _dataset_values(rows: Any, name: str, split: str, choose: Choose) -> Iterator[tuple[str, Any]]:
+def _dataset_values(rows: Any, name: str, split: str, choose: Choose | None) -> Iterator[tuple[str, Any]]:
     if isinstance(rows, Mapping):  # DatasetDict: split -> Dataset
         if split not in rows:
             raise ValueError(f"{name} has no split {split!r}{did_you_mean(split, rows)}; the splits are {list(rows)}")
@@ -248,6 +251,8 @@ def _dataset_values(rows: Any, name: str, split: str, choose: Choose) -> Iterato
     first = next(iter(rows), None)
     if first is None:
         return iter(())
+    if choose is None:
+        return ((f"row {number} of {name}", row) for number, row in enumerate(rows, 1))
     column = choose(list(first), first)
     return _batched_column(rows.select_columns([column]), column, name)
 
@@ -260,11 +265,13 @@ def _batched_column(rows: Any, column: str, name: str) -> Iterator[tuple[str, An
             yield f"row {number} of {name}", value
 
 
-def _from_hub(name: str, split: str) -> Any:
+def from_hub(name: str, split: str, config: str | None = None) -> Any:
+    """Return one split of a dataset on the Hub, of one of its configurations where it has several; from the cache where the user
+    switched the Hub's client off. Raises FileNotFoundError where the Hub does not answer, ValueError where it does not load."""
     if not hub.offline_by_choice() and not hub.reachable():
         raise FileNotFoundError(_unreachable(name))
     try:
-        return load_dataset(name, split)
+        return load_dataset(name, split, config)
     except ConnectionError:
         raise FileNotFoundError(_unreachable(name)) from None
     except Exception as error:  # the loader's many kinds (no such id, gated, no such split, several configurations)
@@ -284,11 +291,11 @@ def _unreachable(name: str) -> str:
     )
 
 
-def load_dataset(name: str, split: str) -> Any:
+def load_dataset(name: str, split: str, config: str | None = None) -> Any:
     import datasets
 
     with _quiet():
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, config, split=split)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def test_what_is_no_source_is_a_type_error(source):
 
 
 def test_a_hub_id_without_a_network_is_one_sentence(monkeypatch):
-    def never(name, split):
+    def never(name, split, config):
         raise AssertionError("asked although nothing answers")
 
     monkeypatch.setattr(hub, "offline_by_choice", lambda: False)
@@ -160,7 +160,7 @@ def test_a_hub_id_without_a_network_is_one_sentence(monkeypatch):
 
 @pytest.mark.parametrize("online", [True, False])
 def test_a_connection_that_breaks_is_the_same_sentence(monkeypatch, online):
-    def broken(name, split):
+    def broken(name, split, config):
         raise ConnectionError("Couldn't reach 'someone/stories' on the Hub")
 
     monkeypatch.setattr(hub, "offline_by_choice", lambda: not online)
@@ -171,7 +171,7 @@ def test_a_connection_that_breaks_is_the_same_sentence(monkeypatch, online):
 
 
 def test_a_dataset_that_does_not_load_says_why(monkeypatch):
-    def unreachable(name, split):
+    def unreachable(name, split, config):
         raise ValueError("Config name is missing.\nPlease pick one")
 
     monkeypatch.setattr(hub, "reachable", lambda: True)
@@ -183,7 +183,7 @@ def test_a_dataset_that_does_not_load_says_why(monkeypatch):
 def test_a_hub_id_gives_the_split_asked_for(monkeypatch):
     import datasets
 
-    def load(name, split):
+    def load(name, split, config):
         return datasets.Dataset.from_dict({"text": [f"{name} {split}"]})
 
     monkeypatch.setattr(hub, "reachable", lambda: True)

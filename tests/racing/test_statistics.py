@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, smoothing, steps_to
-from surokit.statistics import ROUNDS, Interval, bootstrap_interval, geometric_mean, spread, student_t
+from surokit.statistics import ROUNDS, Interval, bootstrap_interval, geometric_mean, spread, student_t, wilson_interval
 from tests.refusals import refused
 
 
@@ -119,3 +119,21 @@ def test_the_loss_that_all_have_reached():
     assert reached_by_all([low], 2) == 2.5
     assert math.isnan(reached_by_all([low, []], 1))
     assert math.isnan(reached_by_all([], 1))
+
+
+def test_wilsons_interval_is_that_of_the_formula():
+    """Both ends are the shares p at which (right / total - p)^2 = z^2 p (1 - p) / total."""
+    interval = wilson_interval(8, 10)
+    for p in (interval.low, interval.high):
+        assert (0.8 - p) ** 2 == pytest.approx(1.959964**2 * p * (1 - p) / 10)
+    assert interval.mid == 0.8
+    none, all_of_them = wilson_interval(0, 50), wilson_interval(50, 50)
+    assert (none.low, all_of_them.high) == (0, 1)
+    assert none.high == pytest.approx(1 - all_of_them.low)
+    assert wilson_interval(8, 10, level=0.5).low > interval.low
+
+
+def test_counts_that_are_no_share_are_refused():
+    for right, total, level in ((3, 2, 0.95), (-1, 2, 0.95), (0, 0, 0.95), (1, 2, 1.0)):
+        with refused(ValueError):
+            wilson_interval(right, total, level)
