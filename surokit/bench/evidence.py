@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import multiprocessing
 import statistics
 import sys
@@ -27,8 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.bench import result
 from surokit.bench.result import markdown
 from surokit.bench.results_store import Book
+from surokit.environment import environment
 from surokit.statistics import count_for_gate, paired_gap
 
 if TYPE_CHECKING:
@@ -150,10 +153,24 @@ def plan(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
         gaps = [run[known] / run[base] - 1 for run in earlier["runs"]]
         gap, spread = statistics.mean(gaps), statistics.stdev(gaps)
         gap = gap / 3 if name == SWITCHED else gap  # NVIDIA's 1.5 % became 0.5 %
-        rows.append(
-            {"recipe": name, "gate": gate, "gap": gap, "spread": spread, "seeds": count_for_gate(gate, gap, spread)}
-        )
+        seeds = {f"spread x {factor:g}": count_for_gate(gate, gap, factor * spread) for factor in (1.0, 0.5)}
+        rows.append({"recipe": name, "gate": gate, "gap": gap, "spread": spread, "seeds": seeds})
     return rows
+
+
+def write_plan(earlier: Path, out: Path) -> dict[str, Any]:
+    """Write down what is going to be run and with which gates, before it runs."""
+    data = {
+        "plan": "evidence",
+        "settings": SETTINGS,
+        "environment": {key: value for key, value in environment().items() if key != "platform"},
+        "seeds": SEEDS,
+        "gates": GATES,
+        "learning rates tried": RATES,
+        "wanted": plan(json.loads(earlier.read_text(encoding="utf-8"))),
+    }
+    result.write(data, out)
+    return data
 
 
 def runs(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Run]:
