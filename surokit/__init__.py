@@ -45,7 +45,7 @@ _NAMES: dict[str, str] = {
         "tasks": "Task Score Addition Copying Recall Brackets Classification",
         "texts.grammar": "stories",
         "live": "Live",
-        "racing": "race Race",
+        "racing": "race Race Goal",
         "widgets": "plot_runs plot_errors",
         "widgets.follow": "watch",
         "profiler": "profile Profile RankProfiles Monitor activity",

@@ -81,6 +81,7 @@ from surokit.quantizer import NFBlock as NFBlock
 from surokit.quantizer import PerRow as PerRow
 from surokit.quantizer import PerTensor as PerTensor
 from surokit.quantizer import Quantizer as Quantizer
+from surokit.racing import Goal as Goal
 from surokit.racing import Race as Race
 from surokit.racing import race as race
 from surokit.recipe import BF16 as BF16

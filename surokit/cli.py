@@ -1,5 +1,5 @@
-"""Run the command line, `surokit doctor | plan | race | dissect | serve-bench | watch | launch | export | quickstart`: each is the
-function of that name.
+"""Run the command line, `surokit doctor | plan | race | reproduce | dissect | serve-bench | watch | launch | export | quickstart`:
+each is the function of that name.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """
@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="doctor | plan | race | dissect | serve-bench | watch | launch | export | quickstart",
+        metavar="doctor | plan | race | reproduce | dissect | serve-bench | watch | launch | export | quickstart",
     )
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
@@ -93,6 +93,17 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(plan)
 
     _add_race(commands.add_parser("race", help="race recipes on this machine, in turns", allow_abbrev=False))
+
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="run a race again from its folder, and say which figures come out as it says",
+        allow_abbrev=False,
+    )
+    reproduce.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="of a race that `surokit race` has run, or a study's file"
+    )
+    reproduce.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep what is run again there")
+    reproduce.set_defaults(run=_reproduce)
 
     _add_dissect(
         commands.add_parser(
@@ -271,6 +282,7 @@ def _add_race(race: argparse.ArgumentParser) -> None:
         "--seed": "of everything that is drawn (0)",
         "--turn-s": "seconds of a turn",
         "--target-loss": "time to this loss is told",
+        "--until": "held-out loss that every run trains to",
         "--usd-per-gpu-hour": "price",
     }.items():
         race.add_argument(name, type=_number, help=what, metavar="N")
@@ -504,6 +516,7 @@ def _race(arguments: argparse.Namespace) -> int:
         "seed",
         "turn_s",
         "target_loss",
+        "until",
         "usd_per_gpu_hour",
         "control",
         "run_dir",
@@ -522,6 +535,30 @@ def _race(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         race.plot().savefig(arguments.plot, dpi=150)
     return 0 if race.reason == "done" else 130
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    """Run a race again and compare: 0 where every figure is inside of its stated interval, 1 where one is not."""
+    import tempfile
+
+    from surokit.racing.folder import without_options
+    from surokit.racing.reproduced import compare_races
+    from surokit.racing.start import Race
+
+    then = Race.load(arguments.folder)
+    if not then.command:
+        raise ValueError(
+            f"{arguments.folder} is a race of a script or notebook, which has the model and the data: run its rerun.py, or call "
+            "surokit.Race.load(folder).rerun(model=..., data=...)."
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.run_dir or Path(temporary) / "race"
+        status = main([*without_options(then.command, "--run-dir", "--plot"), "--run-dir", str(folder)])
+        if status:
+            return status
+        found = compare_races(then, Race.load(folder))
+    print(f"\n{found}")
+    return 0 if found.holds else 1
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -68,8 +68,8 @@ MAY_IMPORT = {
     "efficiency": "planner launching train profiler places tables units",
     "tasks": "train data statistics",
     "live": "train widgets runs environment",
-    "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "
-    "statistics tables optim runs torch_private",
+    "racing": "train tasks profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places "
+    "units statistics tables optim runs torch_private",
     "dissection": "applied calibration convert environment fusion hardware launching models offload optim parallel places planner "
     "profiler racing ranks recipe statistics tables train units",
     "serving": "child_processes environment places planner statistics tables units",

@@ -320,7 +320,10 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
         ("dissect config.json --over recompute", "--over 'recompute': write a switch and its values"),
         ("dissect config.json --over flash=1", "has no switch 'flash'"),
         ("dissect config.json --plot step.txt", "is no kind of picture"),
-        ("", "required: doctor | plan | race | dissect | serve-bench | watch | launch | export | quickstart"),
+        (
+            "",
+            "required: doctor | plan | race | reproduce | dissect | serve-bench | watch | launch | export | quickstart",
+        ),
     ],
 )
 def test_a_users_error_is_one_line_and_two(arguments, said, capsys):

@@ -5,6 +5,7 @@ entries.py        the sessions of a race, all from the same weights, data and se
 comparability.py  whether they do the same work
 scheduler.py      whose turn it is, and what is asked of a race meanwhile
 model_swap.py     models that do not fit on the device together
+goal.py           what every run trains to, where a race has a goal
 runs.py           what happened, as plain values
 outcome.py, statistics.py, predicted.py  what follows from it; the gain that was to be expected
 result.py         RaceResult: the table and its words; picture.py, folder.py
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surokit.racing.comparability import UnequalWork
+    from surokit.racing.goal import Goal
     from surokit.racing.start import Race, race
 
-__all__ = ["Race", "UnequalWork", "race"]
+__all__ = ["Goal", "Race", "UnequalWork", "race"]
 
 # A name is imported when it is first used: what only wants `statistics` needs no torch.
-_MODULES = {"Race": "start", "UnequalWork": "comparability", "race": "start"}
+_MODULES = {"Goal": "goal", "Race": "start", "UnequalWork": "comparability", "race": "start"}
 
 
 def __getattr__(name: str) -> Any:

@@ -125,6 +125,11 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
             given["schedule"] = schedule_from_dict(settings["schedule"])
     except ValueError as error:
         raise ValueError(f"The folder does not hold everything that the race was run with. {error}") from error
+    if settings.get("until") is not None and "until" not in changes:
+        from surokit.racing.goal import Goal
+
+        given["until"] = Goal.from_dict(settings["until"])
+        given["steps"] = settings["steps"] or max(len(run.steps) for run in race.runs.values())
     for name, value in settings["session"].items():
         if isinstance(value, dict) and "custom" in value and name not in changes:
             raise ValueError(
@@ -160,8 +165,8 @@ def script(race: RaceResult) -> str:
 def _command_again(command: list[str]) -> str:
     """Return a script that gives the command again. It can be started anywhere, writes beside the folder that it lies in (Session's
     rule for one that is taken), and a picture under a name that is free."""
-    rest, pictures = _without(command, "--plot")
-    rest, _ = _without(rest, "--run-dir")
+    _, pictures = _without(command, "--plot")
+    rest = without_options(command, "--run-dir", "--plot")
     words = textwrap.wrap(" ".join(["surokit", *command]), 110, break_long_words=False, break_on_hyphens=False)
     lines = ['"""Runs the race of this folder again:', "", *words, '"""', ""]
     lines += ["from itertools import count"] * bool(pictures)
@@ -176,6 +181,13 @@ def _command_again(command: list[str]) -> str:
             'command += ["--plot", str(next(path for path in pictures if not path.exists()))]',
         ]
     return "\n".join([*lines, "raise SystemExit(main(command))", ""])
+
+
+def without_options(command: list[str], *options: str) -> list[str]:
+    """Return a command's words without these options and their values."""
+    for option in options:
+        command, _ = _without(command, option)
+    return command
 
 
 def _without(command: list[str], option: str) -> tuple[list[str], list[str]]:

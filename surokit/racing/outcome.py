@@ -2,7 +2,8 @@
 
 ratio: geometric mean over the rounds of tokens/s over the baseline's, with its bootstrap interval. matched: the ratio times the
 baseline's steps to the target loss over this run's: progress, not tokens. The target is given, or the lowest smoothed loss that
-every run has reached. All runs see the same batches, so that the noise of these cancels when two losses are compared.
+every run has reached; in a race to a goal it is the goal, and steps are those after which a run was found to have reached it. All
+runs see the same batches, so that the noise of these cancels when two losses are compared.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Outcome:
     timed_s: float
     control: Interval | None
     seed: int
+    has_goal: bool = False
 
     def __getitem__(self, name: str) -> RunOutcome:
         return next(row for row in self.rows if row.name == name)
@@ -103,8 +105,12 @@ def outcome(
     target_loss: float | None = None,
     usd_per_hour: float | None = None,
     seed: int = 0,
+    has_goal: bool = False,
 ) -> Outcome:
-    """Compute the figures of the runs so far; nan or None where a run has had no turn yet."""
+    """Compute the figures of the runs so far; nan or None where a run has had no turn yet.
+
+    has_goal: the runs train to a goal, which takes the place of a target loss.
+    """
     names = list(runs)
     rounds = rounds_of(list(runs.values()))
     rates = {name: [turn.rate for turn in _of_rounds(runs[name], rounds)] for name in names}
@@ -112,8 +118,9 @@ def outcome(
     seconds = {name: np.cumsum(run.warm_seconds()) for name, run in runs.items()}
     span = smoothing(max(map(len, losses.values())))
     target = reached_by_all(list(losses.values()), span) if target_loss is None else target_loss
+    target = math.nan if has_goal else target
     at_s = float(np.min([s[-1] if len(s) else math.nan for s in seconds.values()]))  # nan where one of them is
-    needed = {name: steps_to(values, target, span) for name, values in losses.items()}
+    needed = {name: run.reached if has_goal else steps_to(losses[name], target, span) for name, run in runs.items()}
     price = None if usd_per_hour is None else usd_per_hour / HOUR_S
     rows = []
     for name, run in runs.items():
@@ -150,7 +157,9 @@ def outcome(
         )
     control = next((row.ratio for row in rows if row.name == twin), None)
     timed_s = sum(turn.seconds for run in runs.values() for turn in run.turns)
-    return Outcome(tuple(rows), len(rounds), span, target, target_loss is not None, at_s, timed_s, control, seed)
+    return Outcome(
+        tuple(rows), len(rounds), span, target, target_loss is not None, at_s, timed_s, control, seed, has_goal
+    )
 
 
 def _of_rounds(run: Run, rounds: Sequence[int]) -> list[Turn]:
@@ -256,6 +265,12 @@ HEADER = (
 RIGHT = tuple(range(1, len(HEADER)))
 
 
+def header_of(found: Outcome) -> tuple[str, ...]:
+    """Return the words over the columns: in a race to a goal, those of the goal."""
+    goals = {"at equal loss": "at the goal", "to target": "to the goal"}
+    return tuple(goals.get(word, word) for word in HEADER) if found.has_goal else HEADER
+
+
 def cells_of(row: RunOutcome, found: Outcome) -> tuple[str, ...]:
     """Return a row as words, under HEADER."""
     is_baseline = row is found.rows[0]
@@ -267,7 +282,7 @@ def cells_of(row: RunOutcome, found: Outcome) -> tuple[str, ...]:
         "" if row.predicted is None or is_baseline else f"{row.predicted:.2f}",
         "" if row.matched is None or is_baseline else _mid_words(row.matched),
         "" if row.held_out is None else f"{row.held_out:.4f}",
-        "" if math.isnan(found.target) else _target_words(row.to_target),
+        "" if math.isnan(found.target) and not found.has_goal else _target_words(row.to_target),
         "" if math.isnan(row.idle_frac) else f"{row.idle_frac:.1%}",
         "" if math.isnan(row.drift) else f"{row.drift:+.1%}",
         "" if math.isnan(row.first_step_s) else f"{row.first_step_s:.2f} s",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.racing import folder
-from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, outcome, record_of
+from surokit.racing.outcome import COLUMNS, RIGHT, Outcome, cells_of, header_of, outcome, record_of
 from surokit.racing.runs import Run
 from surokit.statistics import TOO_FEW
 from surokit.tables import data_frame, html_table, text_table
@@ -18,6 +19,8 @@ from surokit.units import counted, elapsed
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from surokit.racing.goal import Goal
 
 
 Axis = Literal["steps", "tokens", "time", "usd"]
@@ -69,6 +72,15 @@ class RaceResult:
         return self._environment
 
     @property
+    def goal(self) -> Goal | None:
+        """Return what every run trains to, None for a race by minutes or steps alone. ValueError where a folder does not hold its
+        task."""
+        from surokit.racing.goal import Goal  # with torch, which a folder that is read does not need
+
+        found = self.settings.get("until")
+        return Goal.from_dict(found) if isinstance(found, Mapping) else None
+
+    @property
     def outcome(self) -> Outcome:
         """Return all figures as values. ValueError before every run has had a turn."""
         runs = self.runs
@@ -89,6 +101,7 @@ class RaceResult:
             settings["target_loss"],
             settings["usd_per_gpu_hour"],
             settings["seed"],
+            has_goal=settings.get("until") is not None,
         )
 
     def table(self) -> pd.DataFrame:
@@ -119,7 +132,9 @@ class RaceResult:
         if found.rounds:
             said.append(found.control_words())
         given = "given" if found.target_given else "the lowest that all have reached"
-        if not math.isnan(found.target):
+        if found.has_goal:
+            said.append(self._goal_words(found))
+        elif not math.isnan(found.target):
             said.append(
                 f"Target loss {found.target:.4f} ({given}), mean of {found.span} steps; times are each run's own."
             )
@@ -139,6 +154,16 @@ class RaceResult:
         elif emulated:
             said.append(f"Emulated here, so that its time is not the format's: {', '.join(emulated)}.")
         return said + [self._way_on()] * self._ended_early + self.notes
+
+    def _goal_words(self, found: Outcome) -> str:
+        """Say what the goal is, how often it was looked at, and which runs have not reached it."""
+        steps = sorted(
+            {later - before for run in self.runs.values() for (before, _), (later, _) in pairwise(run.goals)}
+        )
+        every = f" every {steps[0]}" + (f" to {steps[-1]}" * (len(steps) > 1)) + " steps" if steps else " once"
+        missing = [row.name for row in found.rows if row.to_target is None]
+        left = f" Not reached by {', '.join(missing)}." * bool(missing)
+        return f"The goal is {self.settings['until']['words']}, looked at{every}, in no run's time; times are each run's own.{left}"
 
     @staticmethod
     def _loss_words(found: Outcome) -> str:
@@ -206,7 +231,7 @@ class RaceResult:
                 [text_table(self._so_far(), header=_SO_FAR, right=(1, 2), indent=""), "", self._no_result(error)]
             )
         rows = [cells_of(row, found) for row in found.rows]
-        return "\n".join([text_table(rows, header=HEADER, right=RIGHT, indent=""), "", *self.words()])
+        return "\n".join([text_table(rows, header=header_of(found), right=RIGHT, indent=""), "", *self.words()])
 
     def _repr_html_(self) -> str:
         try:
@@ -216,7 +241,7 @@ class RaceResult:
             return f"<div>{table}<small>{escape(self._no_result(error))}</small></div>"
         rows = [cells_of(row, found) for row in found.rows]
         words = "".join(f"<br>{escape(line)}" for line in self.words())
-        return f"<div>{html_table(rows, header=HEADER, right=RIGHT)}<small>{words[4:]}</small></div>"
+        return f"<div>{html_table(rows, header=header_of(found), right=RIGHT)}<small>{words[4:]}</small></div>"
 
     # -- a folder
 

@@ -109,7 +109,8 @@ class Steps:
 @dataclass
 class Run:
     """A Run is one entry of a race. algebra: its recipe in a line. numerics: "native", what is emulated, or "". work: what it
-    does, as `SessionWork` has it. held_out: (step, loss). peak_gib: its own peak of device memory; None on a CPU."""
+    does, as `SessionWork` has it. held_out: (step, loss). goals: (steps made, what the race's goal is judged by). reached: the
+    steps that it had made when it was found at the goal. peak_gib: its own peak of device memory; None on a CPU."""
 
     name: str
     algebra: str = ""
@@ -119,6 +120,8 @@ class Run:
     warm_up: WarmUp | None = None
     turns: list[Turn] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    goals: list[tuple[int, float]] = field(default_factory=list)
+    reached: int | None = None
     peak_gib: float | None = None
     prediction: Prediction | None = None
     batches: str = ""  # digest of all that it was given
@@ -127,8 +130,8 @@ class Run:
     def copy(self) -> Run:
         """Return a copy as it is now, also while another thread makes the run go on: turns are read first, since a turn's steps
         are there before it."""
-        turns, held_out = list(self.turns), list(self.held_out)
-        return replace(self, turns=turns, held_out=held_out, steps=self.steps.copy())
+        turns, held_out, goals = list(self.turns), list(self.held_out), list(self.goals)
+        return replace(self, turns=turns, held_out=held_out, goals=goals, steps=self.steps.copy())
 
     @property
     def whole_turns(self) -> list[Turn]:
@@ -154,13 +157,14 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the steps as plain values."""
-        plain = ("name", "algebra", "numerics", "recipe", "work", "peak_gib", "batches")
+        plain = ("name", "algebra", "numerics", "recipe", "work", "peak_gib", "batches", "reached")
         return {
             **{name: getattr(self, name) for name in plain},
             "warm_up": asdict(self.warm_up) if self.warm_up else None,
             "prediction": asdict(self.prediction) if self.prediction else None,
             "turns": [asdict(turn) for turn in self.turns],
             "held_out": [list(point) for point in self.held_out],
+            "goals": [list(point) for point in self.goals],
         }
 
     @classmethod
@@ -172,6 +176,8 @@ class Run:
             prediction=Prediction(**data["prediction"]) if data["prediction"] else None,
             turns=[Turn(**turn) for turn in data["turns"]],
             held_out=[(int(step), float(loss)) for step, loss in data["held_out"]],
+            goals=[(int(step), float(value)) for step, value in data.get("goals", ())],
+            reached=data.get("reached"),
             steps=steps,
         )
 

@@ -2,6 +2,8 @@
 
     warm-up of every run -> rounds: every run has one turn of equally many steps, in balanced order -> held-out loss
 
+Where a race has a goal, runs are judged by it after every round, in nobody's time; one that has reached it has no more turns.
+
 A round's order is drawn from the seed, and the next round takes it backwards, so that a machine that slows down steadily slows all
 alike. A turn is untimed steps, in which the machine changes over, and then timed ones. Everything happens in one thread, the
 caller's or one of its own. What is asked meanwhile (pause, save, files named "stop", "pause" and "save" in the race's folder) is
@@ -139,6 +141,7 @@ class Driver:
         self.moving = False  # models, on to the device or from it: what is half moved is lost
         self._order = comparability.Order(looks=WARM_UP)
         self._works: dict[str, comparability.SessionWork] = {}
+        self._goal = of.goal
         self._shares = Shares()
         self._view = _View(of, self.control) if live else None
         self._pending: list[_Due] = []  # turns of this round still to be taken
@@ -185,9 +188,10 @@ class Driver:
         return self._aim is not None and len(self.race.runs[name].steps) >= self._aim
 
     def _ending(self, name: str, reason: str) -> str:
-        """Return why a run ended, where the race ends for `reason`: a run that has all its steps is done, whatever stopped the
-        race."""
-        return "done" if self._has_all(name) and not reason.startswith("failed") else reason
+        """Return why a run ended, where the race ends for `reason`: a run that has all its steps, or its goal, is done, whatever
+        stopped the race."""
+        has_all = self._has_all(name) or self.race.runs[name].reached is not None
+        return "done" if has_all and not reason.startswith("failed") else reason
 
     def drive(self, work: Callable[[], None]) -> None:
         """Do the work in this thread."""
@@ -297,6 +301,8 @@ class Driver:
                 self._enter(name)
             while True:
                 if not self._pending:
+                    if not self._active:
+                        break
                     late = time.monotonic() + size * self._all_step_s / 2 > deadline
                     if left < 1 or (late and not first):
                         break
@@ -306,14 +312,36 @@ class Driver:
                 if not self._turns_of_round():
                     ends.reason = self.control.reason or "interrupted"
                     return
+                self._judge()
                 self._save_now_and_then()
             if not self._finish():
                 ends.reason = self.control.reason
 
     @property
+    def _active(self) -> list[str]:
+        """Return the runs that go on: all, but for those that have reached the race's goal."""
+        return [name for name in self.sessions if self.race.runs[name].reached is None]
+
+    def _judge(self) -> None:
+        """Judge by the race's goal, if it has one, the runs that have not reached it; this is in no run's time."""
+        if self._goal is None:
+            return
+        for name in self._active:
+            run, session = self.race.runs[name], self.sessions[name]
+            self._bring(name)
+            value = self._goal.measure(session)
+            run.goals.append((len(run.steps), value))
+            if self._goal.task is None:
+                run.held_out.append((session.steps, value))
+                if self._view:
+                    self._view.evaluated(name, session.steps, value)
+            if self._goal.reached(value):
+                run.reached = len(run.steps)
+
+    @property
     def _all_step_s(self) -> float:
         """Return the seconds of a step of every run, one after the other."""
-        return sum(map(self._step_s, self.sessions))
+        return sum(map(self._step_s, self._active))
 
     def _step_s(self, name: str) -> float:
         """Return the seconds of a run's step, by its last turn or the end of its warm-up."""
@@ -341,8 +369,9 @@ class Driver:
             order = list(self.sessions)
             self._shuffled.shuffle(order)
         self._last_order = order
+        active = self._active
         untimed = min(UNTIMED, size - 1)
-        return [_Due(self._round, name, untimed, size - untimed) for name in order]
+        return [_Due(self._round, name, untimed, size - untimed) for name in order if name in active]
 
     def _turns_of_round(self) -> bool:
         """Take the turns of this round and return whether all were; what a stop leaves is taken first when the race goes on."""

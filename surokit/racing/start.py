@@ -14,6 +14,7 @@ from surokit.optim.schedule import Schedule, schedule_to_dict
 from surokit.optim.spec import Spec
 from surokit.racing import comparability, folder
 from surokit.racing.entries import Builder, Grid, Source, grid
+from surokit.racing.goal import Goal, read_goal
 from surokit.racing.result import RaceResult, check_time
 from surokit.racing.runs import Run
 from surokit.racing.scheduler import Driver
@@ -187,6 +188,7 @@ def race(
     control: bool = True,
     turn_s: float | None = None,
     target_loss: float | None = None,
+    until: Goal | float | None = None,
     usd_per_gpu_hour: float | None = None,
     run_dir: str | Path | None = None,
     live: bool = True,
@@ -207,6 +209,8 @@ def race(
     control: the baseline races against itself too, which says how far the intervals can be trusted.
     turn_s: seconds of the slowest run's turn; without it, short enough for twelve rounds or more, at most 10 s.
     target_loss: for time to it; without one it is the lowest smoothed loss that every run reaches.
+    until: what every run trains to, judged between turns: a held-out loss (`eval` is needed), or surokit.Goal(0.9, task). A run
+        that has reached it takes no more turns; minutes or steps end the others. Progress is then told at equal capability.
     usd_per_gpu_hour: the price of an hour of a run's own time; without one nothing is told in dollars.
     run_dir: a folder for everything, which another person can run again; `race.save` writes one later.
     live: show a panel of all runs meanwhile.
@@ -232,6 +236,16 @@ def race(
             f"Give {FEWEST} or more, and {MORE} for an interval and a prediction."
         )
     _check_numbers(turn_s, target_loss, usd_per_gpu_hour)
+    goal = read_goal(until)
+    if (
+        goal is not None
+        and goal.task is None
+        and eval is None
+        and not all(_evaluates(entry) for entry in _listed(entries))
+    ):
+        raise ValueError(f"race(until={goal.at:g}) is a held-out loss: give eval=, the batches that it is taken on.")
+    if goal is not None and target_loss is not None:
+        raise ValueError("race(until=...) is the target of the race: leave out target_loss=.")
     if schedule == "auto":
         schedule = _CONSTANT if steps is None else Cosine(min(20, max(1, steps // 10)), max(2, steps))
     settings = {
@@ -262,6 +276,7 @@ def race(
             "steps": steps,
             "turn_s": turn_s,
             "target_loss": target_loss,
+            "until": None if goal is None else goal.to_dict(),
             "usd_per_gpu_hour": usd_per_gpu_hour,
             "seed": seed,
             "accumulate": accumulate,
@@ -284,6 +299,17 @@ def race(
 
     built.go(work, thread)
     return built
+
+
+def _listed(entries: Any) -> list[Any]:
+    """Return the entries without their names."""
+    return list(
+        entries.values() if isinstance(entries, Mapping) else entries if isinstance(entries, Iterable) else [entries]
+    )
+
+
+def _evaluates(entry: Any) -> bool:
+    return isinstance(entry, Session) and entry.eval is not None
 
 
 def _check_changes(who: Grid) -> None:

@@ -56,6 +56,26 @@ def test_a_race_from_the_command_line(tmp_path, capsys, text):
     assert again.runs["fp8"].steps["loss"].tolist() == race.runs["fp8"].steps["loss"].tolist()
 
 
+def test_a_race_is_reproduced_from_its_folder(tmp_path, capsys, text):
+    folder = tmp_path / "race"
+    assert cli.main(["race", "--steps", "8", *SMALL, *text, "--until", "9", "--run-dir", str(folder)]) == 0
+    capsys.readouterr()
+    assert cli.main(["reproduce", str(folder), "--run-dir", str(tmp_path / "again")]) == 0
+    told = capsys.readouterr().out
+    assert "Versions, machine, weights and data are those of then." in told
+    row = next(line for line in told.splitlines() if line.startswith("fp8: held-out loss"))
+    assert row.split()[-1] == "equal"
+    assert (tmp_path / "again" / "race.json").exists()
+    assert cli.main(["reproduce", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_race_of_a_script_is_not_reproduced_without_it(tmp_path, capsys, make):
+    race = make(run_dir=tmp_path / "race")
+    assert race.command is None
+    assert cli.main(["reproduce", str(tmp_path / "race")]) == 2
+    assert "rerun(model=..., data=...)" in capsys.readouterr().err
+
+
 def test_it_is_run_again_from_anywhere_and_overwrites_nothing(tmp_path, capsys, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     arguments = ["race", "--recipes", "bf16", "fp8", "--steps", "4", *SMALL, "--text", "text.txt"]
