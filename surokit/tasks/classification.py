@@ -23,10 +23,11 @@ from surokit.data import Tokenizer, load_tokenizer
 from surokit.data.batches import Batches, check_positive
 from surokit.data.sources import from_hub, read
 from surokit.statistics import Interval, percentile_interval
-from surokit.tasks.grading import IGNORED, Batch, Score, Task, asked
+from surokit.tasks.grading import IGNORED, Batch, Score, Task, asked, placed
 from surokit.tasks.problems import is_test
 
 RESAMPLES = 2000
+TESTS_AT_ONCE = 32  # the logits of a large vocabulary take room: 32 x 128 x 128,000 of them are 1 GiB in bfloat16
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Classification(Task):
             name=self.name,
         )
 
-    def held_out(self, n: int | None = None, batch: int = 256) -> list[Batch]:
+    def held_out(self, n: int | None = None, batch: int = TESTS_AT_ONCE) -> list[Batch]:
         """Return the test rows as batches; the first `n` of them in an order that is always the same. Raises ValueError where there
         are fewer."""
         check_positive("batch", batch)
@@ -186,33 +187,33 @@ class Classification(Task):
         labels = torch.full_like(ids, IGNORED).scatter(1, word_N, ids.gather(1, word_N))
         return [{"input_ids": i, "labels": y} for i, y in zip(ids.split(batch), labels.split(batch))]
 
-    def right(self, model: nn.Module, n: int | None = None, batch: int = 256) -> Tensor:
+    def right(self, model: nn.Module, n: int | None = None, batch: int = TESTS_AT_ONCE) -> Tensor:
         given_N = self.labels_given(model, n, batch)
-        return given_N == torch.from_numpy(self._tests[2][self._order(n)]).to(given_N.device)
+        return given_N == placed(torch.from_numpy(self._tests.labels_N[self._order(n)]), given_N.device)
 
-    def labels_given(self, model: nn.Module, n: int | None = None, batch: int = 256) -> Tensor:
+    def labels_given(self, model: nn.Module, n: int | None = None, batch: int = TESTS_AT_ONCE) -> Tensor:
         """Return the labels that `model` gives the test rows, int64 [N] on its device: those of the largest logits."""
-        at_N = torch.from_numpy(self._tests[1][self._order(n)])
+        at_N = torch.from_numpy(self._tests.at_N[self._order(n)])
         found = []
         with asked(model) as device:
-            words_C = torch.tensor(self._words_C, device=device)
-            for rows, at_B in zip(self.held_out(n, batch), at_N.to(device).split(batch)):
-                logits_BTV = model(input_ids=rows["input_ids"].to(device)).logits
+            words_C = placed(torch.tensor(self._words_C), device)
+            for rows, at_B in zip(self.held_out(n, batch), placed(at_N, device).split(batch)):
+                logits_BTV = model(input_ids=placed(rows["input_ids"], device)).logits
                 here_BV = logits_BTV[torch.arange(len(at_B), device=device), at_B - 1]
                 found.append(here_BV[:, words_C].argmax(1))
         return torch.cat(found)
 
-    def grade(self, model: nn.Module, n: int | None = None, batch: int = 256) -> ClassScore:
+    def grade(self, model: nn.Module, n: int | None = None, batch: int = TESTS_AT_ONCE) -> ClassScore:
         """Return how many test rows `model` labels right, and F1 and Matthews' correlation with it; waits for the device once."""
         given_N = self.labels_given(model, n, batch).cpu().numpy()
         count = len(self.words)
-        true_N = self._tests[2][self._order(n)]
+        true_N = self._tests.labels_N[self._order(n)]
         confusion = np.bincount(true_N * count + given_N, minlength=count * count).reshape(count, count)
         return ClassScore(int(np.trace(confusion)), len(true_N), tuple(map(tuple, confusion.tolist())))
 
     def _order(self, n: int | None) -> NDArray[np.int64]:
         """Return which test rows are asked."""
-        count = len(self._tests[1])
+        count = len(self._tests.at_N)
         if n is None:
             return np.arange(count)
         check_positive("n", n)
@@ -240,8 +241,8 @@ class Classification(Task):
         return _Tokenized(ids_NT, at_N, np.array([row.label for row in rows], np.int64))
 
     def __repr__(self) -> str:
-        words = ", ".join(self.words)
-        return f"Classification({self.name}: {words}; {len(self._train[1]):,} rows to train on, {len(self._tests[1]):,} to test)"
+        words, train, tests = ", ".join(self.words), len(self._train.at_N), len(self._tests.at_N)
+        return f"Classification({self.name}: {words}; {train:,} rows to train on, {tests:,} to test)"
 
 
 class Row(NamedTuple):

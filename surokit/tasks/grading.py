@@ -143,6 +143,11 @@ def asked(model: nn.Module) -> Iterator[torch.device]:
                 module.training = True
 
 
+def placed(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def right_answers(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     """Return for each row of the batches whether every token that has a label is the likeliest one, bool [N] on the device.
 
@@ -152,7 +157,7 @@ def right_answers(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     with asked(model) as device:
         found = []
         for batch in batches:
-            logits_BTV = model(input_ids=batch["input_ids"].to(device)).logits
-            labels_BT = batch["labels"][:, 1:].to(device)
+            logits_BTV = model(input_ids=placed(batch["input_ids"], device)).logits
+            labels_BT = placed(batch["labels"], device)[:, 1:]
             found.append(((logits_BTV[:, :-1].argmax(-1) == labels_BT) | (labels_BT == IGNORED)).all(1))
     return torch.cat(found)

@@ -1,4 +1,4 @@
-"""This package holds two public-domain texts, so that everything can be tried without a download.
+"""This package holds two public-domain texts, so that everything can be tried without a download; grammar.py writes others.
 
 PROVENANCE.md beside this file says where they come from, and gives their checksums.
 """

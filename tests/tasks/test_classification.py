@@ -116,8 +116,7 @@ def test_matthews_of_several_labels_is_a_correlation_of_indicators():
 
 def test_one_label_for_all_has_no_correlation():
     score = ClassScore(60, 100, ((60, 0), (40, 0)))
-    assert score.matthews == (0, 0, 0)
-    assert score.f1 == (0, 0, 0)
+    assert [*score.matthews, *score.f1] == [0] * 6
 
 
 # Sources ------------------------------------------------------------------------------------------------------------------
