@@ -113,10 +113,10 @@ def test_a_rotation_by_drawn_signs_is_that_of_the_signed_rows(dtype):
     assert y.dtype == dtype
     signed = torch.nn.functional.pad(a, (0, 84)).double().view(-1, 128) * hadamard.drawn_signs(128, key)
     H = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.float64)
-    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(y.double(), (signed @ H / 128**0.5).view(7, 384), **tolerance)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), (signed @ H / 128**0.5).view(7, 384), rtol=4 * eps, atol=8 * eps)
     back = hadamard.rotate_drawn(y, 128, key, back=True)[:, :300]
-    torch.testing.assert_close(back.double(), a.double(), rtol=0.0, atol=32 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(back.double(), a.double(), rtol=0.0, atol=32 * eps)
     b = torch.randn(5, 300, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     if dtype == torch.float64:
         torch.testing.assert_close(y @ hadamard.rotate_drawn(b, 128, key).t(), a @ b.t(), rtol=1e-12, atol=1e-12)
