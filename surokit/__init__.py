@@ -18,7 +18,8 @@ _NAMES: dict[str, str] = {
         "formats": "E4M3 E5M2 E2M1 E8M0 NF4 BNB_FP4",
         "quantizer": "PerTensor PerRow Block MX NV NFBlock Quantizer",
         "quantized": "Quantized quantize",
-        "recipe": "Gemm Recipe Lora recipes BF16 FP8 FP8_CURRENT FP8_ROWWISE FP8_BLOCK MXFP8 FP4 NVFP4 MXFP4 QFP8 QFP4 QNF4",
+        "recipe": "Gemm Recipe Lora recipes BF16 FP8 FP8_CURRENT FP8_ROWWISE FP8_BLOCK MXFP8 FP4 NVFP4 MXFP4 QUARTET_II "
+        "QFP8 QFP4 QNF4",
         "convert": "apply precision",
         "accuracy": "compare",
         "tuning": "tune",

@@ -96,6 +96,7 @@ from surokit.recipe import NVFP4 as NVFP4
 from surokit.recipe import QFP4 as QFP4
 from surokit.recipe import QFP8 as QFP8
 from surokit.recipe import QNF4 as QNF4
+from surokit.recipe import QUARTET_II as QUARTET_II
 from surokit.recipe import Gemm as Gemm
 from surokit.recipe import Lora as Lora
 from surokit.recipe import Recipe as Recipe

@@ -118,27 +118,33 @@ def judge(
     x, w, dy = operands.x_TK, operands.w_NK, operands.dy_TN
     f, i, g = recipe.forward, recipe.grad_input, recipe.grad_weight
 
-    def plain(role: str, x_MK: Tensor, q: Quantizer | None) -> _Factor:
+    def plain(role: str, x_MK: Tensor, q: Quantizer | None, beside: _Factor | None = None) -> _Factor:
         if q is None:
             return _Factor(x_MK, x_MK, [])
-        Q = quantize(x_MK, q, amax=_amax(q, amaxes.get(role)), seed=_seed(q))
+        seed = SEED + (beside is not None) if q.draws else None  # the second operand has draws of its own
+        met = beside.value.rotation if beside is not None and isinstance(beside.value, Quantized) else None
+        rotation = met if q.rounding == "eden" else None
+        Q = quantize(x_MK, q, amax=_amax(q, amaxes.get(role)), seed=seed, rotation=rotation)
         return _Factor(Q, x_MK, [(Q, x_MK)])
 
-    def weight(q: Quantizer | None, transposed: bool) -> _Factor:
+    def weight(q: Quantizer | None, transposed: bool, beside: _Factor) -> _Factor:
         exact = w.t() if transposed else w
         if stored is None:
-            return plain("w", exact, q)
+            return plain("w", exact, q, beside)
         if q and stored.quantizer.same_codes(q) and (not transposed or q.transposable):
             return _Factor(stored.t() if transposed else stored, exact, [(stored, w)])
         dense = stored.dequantize(w.dtype)
-        again = plain("w", dense.t() if transposed else dense, q)
+        again = plain("w", dense.t() if transposed else dense, q, beside)
         return _Factor(again.value, exact, [(stored, w), *again.quantized])
 
-    products = {"forward": (plain("x", x, f.a), weight(f.b, False))}
+    x_q = plain("x", x, f.a)
+    products = {"forward": (x_q, weight(f.b, False, x_q))}
     if dy is not None:
-        products["grad_input"] = (plain("dy", dy, i.a), weight(i.b, True))
+        dy_q = plain("dy", dy, i.a)
+        products["grad_input"] = (dy_q, weight(i.b, True, dy_q))
         if not recipe.frozen_base:
-            products["grad_weight"] = (plain("dy", dy.t(), g.a), plain("x", x.t(), g.b))
+            dy_t = plain("dy", dy.t(), g.a)
+            products["grad_weight"] = (dy_t, plain("x", x.t(), g.b, dy_t))
     for gemm, (a, b) in products.items():
         yield gemm, _figures(operands.exact[gemm], a, b)
 
@@ -189,10 +195,6 @@ def _amax(q: Quantizer, amax: Tensor | None) -> Tensor | None:
     """Return `amax` where it decides the scales: not for rows and blocks, and not after a rotation, which changes it."""
     whole = isinstance(q.scaling, PerTensor | NV) and not q.hadamard
     return amax.float().reshape(1, 1) if whole and amax is not None else None
-
-
-def _seed(q: Quantizer) -> int | None:
-    return SEED if q.rounding == "stochastic" else None
 
 
 def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Operands]:

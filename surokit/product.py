@@ -51,11 +51,11 @@ def adds_onto(a_MK: Tensor | Quantized, b_NK: Tensor | Quantized) -> bool:
 
 
 def _of_codes(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
+    if not a_MK.meets(b_NK):  # other bases: turn both back
+        return kernels.mm(a_MK.dequantize(dtype), b_NK.dequantize(dtype).t())
     kind = kind_of(a_MK.quantizer, b_NK.quantizer)
     if kind and native.available(kind, a_MK.codes.device) and a_MK.codes.numel() and b_NK.codes.numel():
         return _native(kind, a_MK, b_NK, dtype, fast_accumulation)
-    if a_MK.quantizer.hadamard != b_NK.quantizer.hadamard:  # other bases: turn both back
-        return kernels.mm(a_MK.dequantize(dtype), b_NK.dequantize(dtype).t())
     (a, a_scale), (b, b_scale) = a_MK.factors(), b_NK.factors()
     return kernels.emulated_mm(a, a_scale, b, b_scale, dtype, pow2=_pow2(a_MK) and _pow2(b_NK))
 

@@ -28,7 +28,8 @@ class Quantized:
 
     codes: [M, K], one byte an element, or [M, ceil(K / 2)] uint8 with two codes a byte. scales: decode scales, one a tile;
     float32, E8M0 bytes (MX), E4M3 bytes (NV) or 8-bit codes (NF4, double); those of 1 x C blocks lie in memory column by column,
-    as tensor cores read them (`.contiguous()` puts them in rows). second: scales of the scales, where there are any.
+    as tensor cores read them (`.contiguous()` puts them in rows). second: scales of the scales, where there are any, and last the
+    key of drawn signs (`rotation`).
     rows, columns: M and K. A rotated matrix holds the codes of the rotated rows, K rounded up to the rotation's width.
     """
 
@@ -61,7 +62,7 @@ class Quantized:
     def of(quantizer: Quantizer, parts: tuple[Tensor, ...], shape: tuple[int, int]) -> Quantized:
         """Put `parts` of a matrix of this shape together again. TypeError where a cast has spoilt codes or scales."""
         codes, scales, *second = parts
-        if tuple(t.dtype for t in parts) != _CODECS[type(quantizer.scaling)].held_in(quantizer):
+        if tuple(t.dtype for t in parts) != _codec_of(quantizer).held_in(quantizer):
             raise TypeError(
                 f"The codes and scales of a weight stored in {quantizer} were cast (to {', '.join(str(t.dtype) for t in parts)}) "
                 "and are spoilt: cast a model before surokit.apply, and shard it without MixedPrecisionPolicy(param_dtype=...)."
@@ -74,7 +75,7 @@ class Quantized:
         if not self.quantizer.hadamard:
             return self._codec.decode(self, self._width, dtype)
         rotated = self._codec.decode(self, self._width, torch.float32)
-        return kernels.rotate(rotated, self.quantizer.hadamard, back=True)[:, : self.columns].to(dtype)
+        return self._turned(rotated, back=True)[:, : self.columns].to(dtype)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return bfloat16 factors [M, K] (of the rotated matrix) for a product, and a float32 factor [M or 1, 1] for its sums.
@@ -94,8 +95,17 @@ class Quantized:
         return self._codec.times(x_MK, self)
 
     @property
+    def rotation(self) -> Tensor | None:
+        """Return the key of the signs that this matrix was rotated by, int32 [2], or None where these were not drawn."""
+        return self.second[-1] if self.quantizer.rounding == "eden" else None
+
+    def meets(self, other: Quantized) -> bool:
+        """Return whether the codes of both stand in one basis, so that they can be multiplied as they are."""
+        return self.quantizer.hadamard == other.quantizer.hadamard and self.rotation is other.rotation
+
+    @property
     def _codec(self) -> type[_Tiles]:
-        return _CODECS[type(self.quantizer.scaling)]
+        return _codec_of(self.quantizer)
 
     @property
     def _width(self) -> int:
@@ -165,7 +175,13 @@ class Quantized:
     def rotated(self, x: Tensor) -> Tensor:
         """Return `x` [M, K] as it was quantized: rotated where the quantizer rotates, itself elsewhere."""
         x = self._of_shape(x)
-        return kernels.rotate(x, self.quantizer.hadamard) if self.quantizer.hadamard else x
+        return self._turned(x) if self.quantizer.hadamard else x
+
+    def _turned(self, x: Tensor, back: bool = False) -> Tensor:
+        """Return `x` in the basis of the codes, or back from it."""
+        if self.rotation is None:
+            return kernels.rotate(x, self.quantizer.hadamard, back)
+        return kernels.rotate_drawn(x, self.quantizer.hadamard, self.rotation, back)
 
     def _of_shape(self, x: Tensor) -> Tensor:
         """Return `x` [M, K], or the [..., K] that became it, as [M, K]."""
@@ -193,20 +209,23 @@ def quantize(
     amax: Tensor | None = None,
     generator: torch.Generator | None = None,
     seed: int | None = None,
+    rotation: Tensor | None = None,
 ) -> Quantized:
     """Quantize a matrix [M, K] (or [..., K], flattened to rows) with current scaling.
 
     `amax` float32, [R, C] for tiles and [1, 1] for NVFP4's tensor scale, replaces the tensor's own largest magnitudes: delayed
     scaling passes what its history says; MX and NF4 take none. `generator` or `seed` makes stochastic rounding repeatable;
-    without one it draws from torch's random state. A quantizer with a history quantizes a lone tensor by its own amax, since
-    the history belongs to a layer in training. Numbers wider than float32 are rounded to it first.
+    without one it draws from torch's random state. `rotation`, with rounding="eden", is that of a matrix quantized before:
+    rotated by the same signs, both can be multiplied; without it the signs are drawn anew. A quantizer with a history quantizes a
+    lone tensor by its own amax, since the history belongs to a layer in training. Numbers wider than float32 are rounded to it
+    first.
 
     The result is numbers without a gradient, also where x requires one: rounding has none. Layers give theirs in training.
 
     NaN and inf: a scale that would have to hold one is NaN, so everything it covers decodes to NaN and nothing goes unseen.
 
-    Raises ValueError for fewer than two dimensions, K = 0, or an amax that nothing would use; TypeError for numbers that are
-    not floating-point.
+    Raises ValueError for fewer than two dimensions, K = 0, or an amax or a rotation that nothing would use; TypeError for numbers
+    that are not floating-point.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize() takes a torch.Tensor, not {type(x).__name__}: convert it with torch.as_tensor().")
@@ -223,20 +242,31 @@ def quantize(
         )
     if amax is not None and isinstance(q.scaling, MX | NFBlock):
         raise ValueError(f"{q} takes each block's scale from its own elements: quantize() without amax.")
+    drawn = q.rounding == "eden"
+    if amax is not None and drawn:
+        raise ValueError(f"{q} takes the amax of what its drawn signs give: quantize() without amax.")
+    if rotation is not None and not drawn:
+        raise ValueError(f"{q} draws no signs: quantize() without rotation, which is for rounding='eden'.")
     x_MK = x.detach().reshape(-1, x.shape[-1])
     M, K = x_MK.shape
     if x_MK.itemsize > 4:
         x_MK = x_MK.float()
-    key = kernels.new_key(x.device, generator, seed) if q.rounding == "stochastic" else None
-    codec = _CODECS[type(q.scaling)]
-    codes, scales, second = (codec.encode_rotated if q.hadamard else codec.encode)(x_MK, q, amax, key)
+    source = kernels.source_of_draws(generator, seed) if q.draws else None
+    if drawn and rotation is None:
+        rotation = kernels.new_key(x.device, source)
+    key = kernels.new_key(x.device, source) if q.draws else None
+    if rotation is not None and key is not None:
+        codes, scales, second = _Eden.encode_drawn(x_MK, q, rotation, key)
+    else:
+        codec = _codec_of(q)
+        codes, scales, second = (codec.encode_rotated if q.hadamard else codec.encode)(x_MK, q, amax, key)
     return Quantized(codes, scales, q, K, second, rows=M)
 
 
 def quantize_both(x_MK: Tensor, q: Quantizer) -> tuple[Quantized, Quantized]:
     """Return quantize(x, q) and quantize(x', q) in one pass over x; for quantizers that say `both_in_one_pass`."""
     M, K = x_MK.shape
-    codes, scales, codes_t, scales_t = _CODECS[type(q.scaling)].encode_both(x_MK, q)
+    codes, scales, codes_t, scales_t = _codec_of(q).encode_both(x_MK, q)
     return Quantized(codes, scales, q, K), Quantized(codes_t, scales_t, q, M)
 
 
@@ -320,7 +350,7 @@ class _MX(_Tiles):
 
 
 class _NV(_Tiles):
-    scales_in = torch.float8_e4m3fn, torch.float32
+    scales_in: ClassVar[tuple[torch.dtype, ...]] = torch.float8_e4m3fn, torch.float32
 
     @staticmethod
     def times(x_MK: Tensor, W: Quantized) -> Tensor:
@@ -345,6 +375,15 @@ class _NV(_Tiles):
     @classmethod
     def factors(cls, Q: Quantized, columns: int) -> tuple[Tensor, Tensor]:
         return kernels.factors_nv(Q.codes, Q.scales, Q.quantizer.scaling.tile()[0], columns), Q.second[0]
+
+
+class _Eden(_NV):
+    scales_in = *_NV.scales_in, torch.int32
+
+    @staticmethod
+    def encode_drawn(x_MK: Tensor, q: Quantizer, rotation: Tensor, key: Tensor) -> Parts:
+        codes, scales, scale = kernels.quantize_nv_eden(x_MK, q.hadamard, rotation, key)
+        return codes, scales, (scale, rotation)
 
 
 class _NF(_Tiles):
@@ -380,6 +419,10 @@ _CODECS: dict[type[Scaling], type[_Tiles]] = {
     NV: _NV,
     NFBlock: _NF,
 }
+
+
+def _codec_of(q: Quantizer) -> type[_Tiles]:
+    return _Eden if q.rounding == "eden" else _CODECS[type(q.scaling)]
 
 
 def least_amax(q: Quantizer) -> float:

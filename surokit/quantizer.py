@@ -17,6 +17,8 @@ from surokit.formats import BNB_FP4, E2M1, E4M3, E5M2, FORMATS, NF4, Codebook, F
 
 Rule = Literal["floor", "rceil", "even"]
 Error = Literal["mse", "mae"]
+Rounding = Literal["nearest", "stochastic", "eden"]
+EDEN_BLOCK = 128  # elements of the rotation with drawn signs that rounding="eden" needs
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class NV(Scaling):
 
     def check(self, q: Quantizer) -> None:
         super().check(q)
+        if q.rounding == "eden" and self.rows != 1:
+            raise ValueError(
+                "rounding='eden' corrects the scale of 16 elements of a rotated row, which a tile does not have: take NV(16)."
+            )
         if q.four_over_six and q.hadamard:
             raise ValueError(
                 "four_over_six and hadamard exclude each other: the choice between the two scales is made "
@@ -179,7 +185,7 @@ class NFBlock(Scaling):
 
     def check(self, q: Quantizer) -> None:
         super().check(q)
-        if q.rounding != "nearest" or q.hadamard:
+        if q.draws or q.hadamard:
             raise ValueError(f"{q.format} stores weights: it rounds to nearest and is not rotated.")
 
     def tile(self) -> tuple[int, int]:
@@ -196,9 +202,12 @@ _SCALINGS: dict[str, type[Scaling]] = {s.__name__: s for s in (PerTensor, PerRow
 class Quantizer:
     """A Quantizer describes the format, scaling, rounding and rotation of one operand.
 
-    rounding: "nearest" (even on ties) or "stochastic" (up or down in proportion to the distance: unbiased).
+    rounding: "nearest" (even on ties), "stochastic" (up or down in proportion to the distance: unbiased) or, for NV(16) with
+        hadamard=128, "eden" (values to nearest; each block scale makes up for what that lost and is rounded stochastically:
+        unbiased over rotations, with less than half the squared error). Source: Quartet II (arXiv 2601.22813).
     hadamard: 16 or 32 rotates every so many elements along K by a randomized Hadamard transform first, which spreads
-        outliers; a product of two operands that are both rotated is unchanged. 0: no rotation.
+        outliers; a product of two operands that are both rotated is unchanged. 128, with "eden": its signs are drawn anew each
+        time, and two operands that meet have to share them (`quantize(rotation=)`). 0: no rotation.
     four_over_six: "mse" or "mae" lets each NVFP4 block choose whether its largest element becomes 6 or 4, by that error.
 
     >>> Quantizer(E4M3, PerRow())
@@ -207,7 +216,7 @@ class Quantizer:
 
     format: Format | Codebook
     scaling: Scaling
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     hadamard: int = 0
     four_over_six: Error | None = None
 
@@ -216,10 +225,14 @@ class Quantizer:
             raise TypeError(f"Quantizer(format) takes a format such as surokit.E4M3, not {self.format!r}.")
         if not isinstance(self.scaling, Scaling):
             raise TypeError(f"Quantizer(scaling) takes a scaling such as surokit.PerRow(), not {self.scaling!r}.")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding={self.rounding!r} is unknown: use 'nearest' or 'stochastic'.")
-        if self.hadamard not in (0, 16, 32):
-            raise ValueError(f"hadamard={self.hadamard}: rotations have 16 or 32 elements, 0 is none.")
+        if self.rounding not in ("nearest", "stochastic", "eden"):
+            raise ValueError(f"rounding={self.rounding!r} is unknown: use 'nearest', 'stochastic' or 'eden'.")
+        if self.rounding == "eden" and (self.hadamard != EDEN_BLOCK or not isinstance(self.scaling, NV)):
+            raise ValueError("rounding='eden' is for rotated NVFP4: give it NV(16) and hadamard=128.")
+        if self.hadamard not in (0, 16, 32) and self.rounding != "eden":
+            raise ValueError(
+                f"hadamard={self.hadamard}: rotations have 16 or 32 elements, 128 with rounding='eden', 0 is none."
+            )
         if self.four_over_six not in (None, "mse", "mae"):
             raise ValueError(f"four_over_six={self.four_over_six!r}: the error is 'mse' or 'mae', None turns it off.")
         if self.hadamard and self.delayed:
@@ -227,29 +240,42 @@ class Quantizer:
         self.scaling.check(self)
 
     @property
+    def draws(self) -> bool:
+        """Return whether quantizing takes random numbers, so that each time gives other codes or scales."""
+        return self.rounding != "nearest"
+
+    def check_stores(self) -> None:
+        """Raise ValueError where a weight cannot be stored so."""
+        if self.rounding == "eden":
+            raise ValueError(
+                "rounding='eden' is for operands that are quantized anew each time, and a weight is stored once: store it in a "
+                "quantizer that rounds to nearest."
+            )
+
+    @property
     def transposable(self) -> bool:
         """Return whether the transposed codes are the quantized transpose, so that one pass serves both orientations."""
         rows, columns = self.scaling.tile()
-        return rows == columns and self.rounding == "nearest" and not self.hadamard
+        return rows == columns and not self.draws and not self.hadamard
 
     @property
     def both_in_one_pass(self) -> bool:
         """Return whether a matrix and its transpose are quantized in one pass: tiles lie along K and nothing is drawn or
         rotated."""
         along = isinstance(self.scaling, PerRow | MX) or (isinstance(self.scaling, Block) and self.scaling.rows == 1)
-        return along and self.rounding == "nearest" and not self.hadamard
+        return along and not self.draws and not self.hadamard
 
     def separates(self, dimension: Literal[0, 1], sizes: Sequence[int]) -> bool:
         """Return whether parts of these sizes, one after the other along a dimension (0: rows, 1: columns), have the same codes
         when they are quantized as one matrix: no tile, rotation, draw or scale of scales may reach from one into another."""
         tile = (self.scaling.tile()[dimension], self.hadamard if dimension == 1 else 0)
-        alone = isinstance(self.scaling, PerTensor | NV | NFBlock) or self.rounding == "stochastic"
+        alone = isinstance(self.scaling, PerTensor | NV | NFBlock) or self.draws
         return not alone and tile[0] != 0 and not any(size % step for size in sizes for step in tile if step)
 
     def joins(self, dimension: Literal[0, 1], sizes: Sequence[int]) -> bool:
         """Return whether such parts may be quantized as one matrix: with the codes of each, or by scales that they share where a
         scale reaches over all of them, of the tensor or of a row. Draws and rotations stay those of each."""
-        shared = isinstance(self.scaling, PerTensor | PerRow) and self.rounding == "nearest" and not self.hadamard
+        shared = isinstance(self.scaling, PerTensor | PerRow) and not self.draws and not self.hadamard
         return shared or self.separates(dimension, sizes)
 
     def same_codes(self, other: Quantizer) -> bool:
@@ -297,7 +323,7 @@ class Quantizer:
             case MX():
                 return codes + tiles
             case NV():
-                return codes + tiles + 4
+                return codes + tiles + 4 + (8 if self.rounding == "eden" else 0)  # the key of its signs
             case _:
                 return codes + 4 * tiles
 
@@ -306,7 +332,7 @@ class Quantizer:
 
     def __str__(self) -> str:
         parts = [str(self.format), str(self.scaling)]
-        parts += ["stochastic"] if self.rounding == "stochastic" else []
+        parts += [self.rounding] if self.draws else []
         parts += [f"H{self.hadamard}"] if self.hadamard else []
         parts += [f"4/6 {self.four_over_six}"] if self.four_over_six else []
         return " ".join(parts)

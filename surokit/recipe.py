@@ -23,7 +23,7 @@ from fnmatch import fnmatch
 from typing import Any, Literal, TypeAlias
 
 from surokit.formats import E2M1, E4M3, E5M2, NF4, Kind
-from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, kind_of
+from surokit.quantizer import EDEN_BLOCK, MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, kind_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # the operands of each product, in the order they are written above
@@ -204,6 +204,8 @@ class Recipe:
                 raise TypeError(f"{self.name}: {product} is a surokit.Gemm of two quantizers, not {gemm!r}.")
         if not isinstance(self.storage, Quantizer | None):
             raise TypeError(f"{self.name}: storage is a surokit.Quantizer or None, not {self.storage!r}.")
+        if self.storage is not None:
+            self.storage.check_stores()
         quantizers = [q for gemm in self.gemms for q in (gemm.a, gemm.b) if q and isinstance(q.scaling, PerTensor)]
         lengths = {q.scaling.history for q in quantizers if isinstance(q.scaling, PerTensor) and q.scaling.history}
         if len(lengths) > 1:
@@ -516,16 +518,18 @@ def _formats(recipe: Recipe) -> str:
         words = [_by_format(everywhere)]
     else:
         words = [f"{product} ({_by_format(operands)})" for product, operands in products.items() if operands]
-    drawn = []
+    drawn: dict[str, list[str]] = {}
     for role in roles:
         used = {product: q for product, operands in products.items() for r, q in operands if r == role}
-        where = [product for product, q in used.items() if q.rounding == "stochastic"]
-        drawn += [role] if len(where) == len(used) else [f"{role} in {product}" for product in where]
+        for rounding in dict.fromkeys(q.rounding for q in used.values() if q.draws):
+            where = [product for product, q in used.items() if q.rounding == rounding]
+            named = [role] if len(where) == len(used) else [f"{role} in {product}" for product in where]
+            drawn.setdefault(rounding, []).extend(named)
     rotated = []
     for product, operands in products.items():
         turned = [role for role, q in operands if q.hadamard]
         rotated += [product] if len(turned) == 2 else [f"{role} in {product}" for role in turned]
-    words += [f"{','.join(drawn)} stochastic"] if drawn else []
+    words += [f"{','.join(named)} {rounding}" for rounding, named in drawn.items()]
     words += [f"{','.join(rotated)} rotated"] if rotated else []
     return "  ".join(words)
 
@@ -600,8 +604,17 @@ def _mxfp4() -> Recipe:
     return Recipe("mxfp4", forward=Gemm(x, x), grad_input=Gemm(dy, rotated), grad_weight=Gemm(dy, rotated))
 
 
+def _quartet_ii() -> Recipe:
+    """Return the products of Quartet II (Panferov et al., 2026): forward to nearest with the better scale of two, all operands of
+    both gradients by MS-EDEN, from high precision."""
+    x = Quantizer(E2M1, NV(16), four_over_six="mse")
+    eden = Quantizer(E2M1, NV(16), rounding="eden", hadamard=EDEN_BLOCK)
+    return Recipe("quartet-ii", forward=Gemm(x, x), grad_input=Gemm(eden, eden), grad_weight=Gemm(eden, eden))
+
+
 FP4 = NVFP4 = _fp4()
 MXFP4 = _mxfp4()
+QUARTET_II = _quartet_ii()
 # frozen weights in 128 x 128 blocks of E4M3 with plain float32 scales; products in bfloat16, or FP8_BLOCK's where native
 QFP8 = Recipe("qfp8", storage=Quantizer(E4M3, Block(128, 128, pow2=False)), adapter=Lora(), where_native="fp8-block")
 # frozen weights in NVFP4, each block's scale chosen for the smaller error (Cook et al., 2025, "four over six")
@@ -610,7 +623,7 @@ QFP4 = Recipe("qfp4", storage=Quantizer(E2M1, NV(16), four_over_six="mse"), adap
 QNF4 = Recipe("qnf4", storage=Quantizer(NF4, NFBlock(64, double=256)), adapter=Lora())
 
 recipes: dict[str, Recipe] = {
-    r.name: r for r in (BF16, FP8, FP8_CURRENT, FP8_ROWWISE, FP8_BLOCK, MXFP8, FP4, MXFP4, QFP8, QFP4, QNF4)
+    r.name: r for r in (BF16, FP8, FP8_CURRENT, FP8_ROWWISE, FP8_BLOCK, MXFP8, FP4, MXFP4, QUARTET_II, QFP8, QFP4, QNF4)
 }
 _ALIASES = {"nvfp4": "fp4", "qlora": "qnf4"}
 

@@ -49,6 +49,11 @@ CHOSEN = sk.Quantizer(sk.E2M1, sk.NV(16), four_over_six="mse")
         (sk.FP4, "x,dy: e2m1 NV 1x16 blocks  w: e2m1 NV 16x16 blocks  dy stochastic  dw rotated"),
         (sk.MXFP4, "x,w,dy: e2m1  MX blocks of 32  dy stochastic  dx,dw rotated"),
         (
+            sk.QUARTET_II,
+            "y (x,w: e2m1  NV 1x16 blocks 4/6 mse)  dx (dy,w: e2m1  NV 1x16 blocks)  dw (dy,x: e2m1  NV 1x16 blocks)  "
+            "x in dw,w in dx,dy eden  dx,dw rotated",
+        ),
+        (
             Recipe("mine", sk.FP4.forward, sk.MXFP8.grad_input, sk.FP8_BLOCK.grad_weight),
             "y (x: e2m1 NV 1x16 blocks  w: e2m1 NV 16x16 blocks)  dx (dy,w: e4m3  MX blocks of 32)  dw (dy,x: e4m3  1x128 blocks)",
         ),

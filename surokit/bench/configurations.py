@@ -187,7 +187,7 @@ def _recipes() -> Iterator[tuple[str, Train]]:
     """Yield every recipe: first those of the first figures, LoRA over frozen weights, then those with all weights trained."""
     yield from ((recipe, "lora") for recipe in ("bf16", "fp8", "qfp8", "qfp4", "qnf4"))
     yield from ((recipe, "full") for recipe in ("bf16", "fp8", "fp8-current", "fp8-rowwise", "fp8-block"))
-    yield from ((recipe, "full") for recipe in ("fp4", "mxfp8", "mxfp4"))
+    yield from ((recipe, "full") for recipe in ("fp4", "mxfp8", "mxfp4", "quartet-ii"))
 
 
 def _parts() -> Iterator[BenchPart]:

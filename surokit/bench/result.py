@@ -179,6 +179,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "serving",
         "zenflow",
         "published",
+        "rounding",
     ):
         if part in data:
             return cast("Callable[[Mapping[str, Any]], str]", _module(part).table)
@@ -215,7 +216,7 @@ def save_picture(picture: Figure, path: Path, digest: str) -> None:
     picture.savefig(path, dpi=110, metadata={"Software": None, "Description": digest})
 
 
-STUDIES = ("deferral", "front_ends", "study")  # finished: each lies in a clone beside its raw file
+STUDIES = ("deferral", "front_ends", "rounding", "study")  # finished: each lies in a clone beside its raw file
 
 
 @cache

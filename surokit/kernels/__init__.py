@@ -94,11 +94,13 @@ quantize_mx_both = _ops.quantize_mx_both
 dequantize_mx = _ops.dequantize_mx
 quantize_nv = _ops.quantize_nv
 quantize_nv_rotated = _ops.quantize_nv_rotated
+quantize_nv_eden = _ops.quantize_nv_eden
 dequantize_nv = _ops.dequantize_nv
 factors_nv = _ops.factors_nv
 quantize_nf4 = _ops.quantize_nf4
 dequantize_nf4 = _ops.dequantize_nf4
 rotate = _ops.rotate
+rotate_drawn = _ops.rotate_drawn
 transpose_fp8 = _ops.transpose_fp8
 transpose_fp4 = _ops.transpose_fp4
 
@@ -115,11 +117,16 @@ def values(codes: Tensor) -> Tensor:
 
 def new_key(device: torch.device, generator: torch.Generator | None = None, seed: int | None = None) -> Tensor:
     """Return a key for stochastic rounding, int32 [2] on `device`: from `seed`, `generator` or torch's random state."""
-    if seed is not None:
-        if generator is not None:
-            raise ValueError("Give stochastic rounding a seed or a generator, not both.")
-        generator = torch.Generator().manual_seed(seed)
-    return draws.new_key(device, generator)
+    return draws.new_key(device, source_of_draws(generator, seed))
+
+
+def source_of_draws(generator: torch.Generator | None = None, seed: int | None = None) -> torch.Generator | None:
+    """Return the generator to draw several keys from, one begun at `seed` if that is given; None is torch's random state."""
+    if seed is None:
+        return generator
+    if generator is not None:
+        raise ValueError("Give stochastic rounding a seed or a generator, not both.")
+    return torch.Generator().manual_seed(seed)
 
 
 # -- products
@@ -147,6 +154,7 @@ __all__ = [
     "new_key",
     "only_reference",
     "serving",
+    "source_of_draws",
     "through_float32",
     "values",
 ]

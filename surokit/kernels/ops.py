@@ -279,6 +279,14 @@ def _quantize_nv_rotated(x: Tensor, block: int, key: Tensor | None = None) -> tu
 
 
 @operation(
+    "quantize_nv_eden(Tensor x, int block, Tensor rotation, Tensor key) -> (Tensor, Tensor, Tensor)",
+    nvfp4.quantize_eden,
+)
+def _quantize_nv_eden(x: Tensor, block: int, rotation: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_nv(_rotate(x, block), 1)
+
+
+@operation(
     "dequantize_nv(Tensor codes, Tensor scales, Tensor scale, int rows, int columns, ScalarType dtype) -> Tensor",
     nvfp4.dequantize,
 )
@@ -344,6 +352,11 @@ def _dequantize_nf4(
 @operation("rotate(Tensor x, int block, bool back=False) -> Tensor", hadamard.rotate)
 def _rotate(x: Tensor, block: int, back: bool = False) -> Tensor:
     return x.new_empty((x.shape[0], _ceil(x.shape[1], block) * block))
+
+
+@operation("rotate_drawn(Tensor x, int block, Tensor key, bool back=False) -> Tensor", hadamard.rotate_drawn)
+def _rotate_drawn(x: Tensor, block: int, key: Tensor, back: bool = False) -> Tensor:
+    return _rotate(x, block)
 
 
 @operation("transpose_fp8(Tensor codes) -> Tensor", transpose.transpose_fp8)

@@ -349,7 +349,7 @@ def draws_in_forward(block: nn.Module) -> bool:
         for layer in layers:
             if isinstance(layer, (Linear, ExpertsLinear)) and layer.precision is not None:
                 forward = layer.precision.recipe.forward
-                if any(q is not None and q.rounding == "stochastic" for q in (forward.a, forward.b)):
+                if any(q is not None and q.draws for q in (forward.a, forward.b)):
                     return True
     return False
 

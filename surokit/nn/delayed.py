@@ -73,7 +73,7 @@ class DelayedScales:
         Decodes to NaN where x holds an inf or a NaN, which would otherwise be cut to an ordinary number.
         """
         slots = _several(slots)
-        if quantizer.rounding == "stochastic" or not self.spaced(slots):
+        if quantizer.draws or not self.spaced(slots):
             own = kernels.amax(x_MK)
             amaxes = [reference.settle(own, *self.views(slot, x_MK.device), record) for slot in slots]
             return quantize(x_MK, quantizer, amax=amaxes[0])

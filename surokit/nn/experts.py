@@ -276,13 +276,15 @@ class _ExpertByExpert(torch.autograd.Function):
         for i, (expert, rows) in enumerate(routing.rows):
             products = each.products(expert, dy_SN.dtype)
             w_NK = each.weight(expert, w, scales)
-            dy_q, dy_t = products.dy(dy_SN[rows].contiguous(), wants_dx, wants_dw)
-            if dx_SK is not None:
-                dx_SK[rows] = products.grad_input(dy_q, products.w_t(w_NK))
-            if dw is not None:
-                assert isinstance(w_NK, Tensor)
+            x_KT = None
+            if wants_dw:
                 x_kept = [x_SK[rows]] if x_SK is not None else kept[i * parts : (i + 1) * parts]
                 x_KT = products.x_t(x_kept, (shape_SK[1], rows.stop - rows.start))
+            dy_q, dy_t = products.dy(dy_SN[rows].contiguous(), wants_dx, wants_dw, x_KT)
+            if dx_SK is not None:
+                dx_SK[rows] = products.grad_input(dy_q, products.w_t(w_NK, dy_q))
+            if dw is not None and x_KT is not None:
+                assert isinstance(w_NK, Tensor)
                 dw_NK = products.grad_weight(dy_t, x_KT, w_NK.dtype)
                 dw[expert] = dw_NK.t() if each.transposed else dw_NK
         return dx_SK, dw, *(None for _ in range(3 + n_scales))
@@ -473,6 +475,7 @@ class ExpertsLinear(KeepsDecoded):
 
     def set_stored_parts(self, quantizer: Quantizer, parts: Sequence[Tensor]) -> None:
         """Take the codes, the scales and the scales of the scales of all experts, [E, ...] each, for example from a checkpoint."""
+        quantizer.check_stores()
         self.drop_stored()
         names = (self.name, *self._scale_names(quantizer))
         for name, part in zip(names, parts):

@@ -203,6 +203,7 @@ class Linear(nn.Linear, KeepsDecoded):
 
     def set_stored(self, Q: Quantized) -> None:
         """Take a quantized weight [N, K] as it is, for example from a checkpoint. The dtype of its products stays."""
+        Q.quantizer.check_stores()
         dtype = self.compute_dtype
         self.drop_stored()
         self.compute_dtype = dtype

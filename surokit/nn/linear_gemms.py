@@ -9,7 +9,8 @@ x as grad_weight will want it: its codes (one byte an element in FP8, half a byt
 frozen. Tensor cores read both operands along the sum, so on such a device the codes of x', dy' and w' are written in rows of
 their own by what makes them (`needs_contiguous_transpose`); elsewhere they are views. The weight is quantized again in backward: it
 is there anyway, and keeping its codes would cost a byte a parameter (nn/weight_cache.py keeps those of a frozen weight where a
-stage is asked to).
+stage is asked to). Where signs of a rotation are drawn, the second operand of a gradient to be quantized takes those of the first:
+w' those of dy, and dy' those of x', whose key is kept with its codes.
 
 To torch, forward and backward are one operation each (`torch.ops.surokit.products_forward`, `products_backward`): a compiled
 graph holds them whole and knows their shapes by running the same code on tensors without data. A layer's recipe travels as text,
@@ -205,13 +206,13 @@ def _backward(
 ) -> list[Tensor]:
     """Return dx [T, K] and dw [N, K], those that are wanted."""
     products = Products(recipe_of(recipe), bank(scales), (first_slot,), record, dy_TN.dtype)
-    dy_q, dy_t = products.dy(dy_TN, wants_dx, wants_dw)
+    x_KT = products.x_t(kept, (in_features, dy_TN.shape[0])) if wants_dw else None
+    dy_q, dy_t = products.dy(dy_TN, wants_dx, wants_dw, x_KT)
     grads = []
     if wants_dx:
         w_NK = weight(w, w_scales, storage_of(storage), (out_features, in_features))
-        grads.append(products.grad_input(dy_q, products.w_t(w_NK)))
-    if wants_dw:
-        x_KT = products.x_t(kept, (in_features, dy_TN.shape[0]))
+        grads.append(products.grad_input(dy_q, products.w_t(w_NK, dy_q)))
+    if x_KT is not None:
         grads.append(products.grad_weight(dy_t, x_KT, w.dtype))
     return grads
 
@@ -298,17 +299,20 @@ class Products:
     def w(self, w_NK: Operand) -> Operand:
         return self._operand("w", self.recipe.forward.b, w_NK)
 
-    def w_t(self, w_NK: Operand) -> Operand:
-        """Return w' [K, N] for grad_input."""
+    def w_t(self, w_NK: Operand, dy_q: Operand) -> Operand:
+        """Return w' [K, N] for grad_input, to be multiplied with dy_q."""
         grad_input = self.recipe.grad_input
         rows = isinstance(w_NK, Tensor) and needs_contiguous_transpose(grad_input, w_NK.device)
-        return self._operand.transposed("w", grad_input.b, w_NK, rows, recorded=_delayed(self.recipe.forward.b))
+        recorded = _delayed(self.recipe.forward.b)
+        return self._operand.transposed("w", grad_input.b, w_NK, rows, recorded, rotation=_rotation(dy_q))
 
-    def dy(self, dy_TN: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Operand, Operand]:
-        """Return dy for grad_input, and dy' for grad_weight."""
+    def dy(self, dy_TN: Tensor, wants_dx: bool, wants_dw: bool, x_KT: Operand | None = None) -> tuple[Operand, Operand]:
+        """Return dy for grad_input, and dy' for grad_weight, to be multiplied with x_KT."""
         into_x, into_w = self.recipe.grad_input.a, self.recipe.grad_weight.a
         rows = wants_dw and needs_contiguous_transpose(self.recipe.grad_weight, dy_TN.device)
-        return self._operand.quantize_rowwise_columnwise("dy", into_x, into_w, dy_TN, rows, wants_dw, wants_dx)
+        return self._operand.quantize_rowwise_columnwise(
+            "dy", into_x, into_w, dy_TN, rows, wants_dw, wants_dx, rotation=_rotation(x_KT)
+        )
 
     def forward(self, x_q: Operand, w_q: Operand, onto: Tensor | None = None) -> Tensor:
         return product(x_q, w_q, self.dtype, self.recipe.forward.fast_accumulation, onto)
@@ -320,14 +324,27 @@ class Products:
         return product(dy_t, x_t, dtype, self.recipe.grad_weight.fast_accumulation)
 
 
+def _rotation(beside: Operand | None) -> Tensor | None:
+    """Return the key of the signs that an operand was rotated by, for the one that it meets."""
+    return beside.rotation if isinstance(beside, Quantized) else None
+
+
 class _Operands:
     """An _Operands quantizes the operands of a layer, the delayed ones by the amax in force."""
 
     def __init__(self, scales: DelayedScales | None, firsts: Sequence[int], record: bool, dtype: torch.dtype) -> None:
         self.scales, self.firsts, self.record, self.dtype = scales, firsts, record, dtype
 
-    def __call__(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
-        """Return the operand as `q` wants it. `recorded` says that the amax of this very tensor was recorded before."""
+    def __call__(
+        self,
+        role: str,
+        q: Quantizer | None,
+        x_MK: Operand,
+        recorded: bool = False,
+        rotation: Tensor | None = None,
+    ) -> Operand:
+        """Return the operand as `q` wants it. `recorded` says that the amax of this very tensor was recorded before; `rotation` is
+        of the operand that it will meet."""
         if q is None:
             return x_MK
         slots, record = [first + SLOTS[role] for first in self.firsts], self.record and not recorded
@@ -339,10 +356,18 @@ class _Operands:
             x_MK = self._decoded(x_MK)
         if q.delayed and self.scales is not None:
             return self.scales.quantize(slots, x_MK, q, record)
+        if rotation is not None and q.rounding == "eden":
+            return quantize(x_MK, q, rotation=rotation)
         return quantize(x_MK, q)
 
     def transposed(
-        self, role: str, q: Quantizer | None, x_MK: Operand, rows: bool = False, recorded: bool = False
+        self,
+        role: str,
+        q: Quantizer | None,
+        x_MK: Operand,
+        rows: bool = False,
+        recorded: bool = False,
+        rotation: Tensor | None = None,
     ) -> Operand:
         """Return the operand x' [K, M], with `rows` in rows of its own.
 
@@ -352,7 +377,7 @@ class _Operands:
             return self(role, q, x_MK, recorded).t()
         if isinstance(x_MK, Quantized):
             x_MK = self._decoded(x_MK)
-        return self(role, q, x_MK.t(), recorded)
+        return self(role, q, x_MK.t(), recorded, rotation)
 
     def _decoded(self, Q: Quantized) -> Tensor:
         """Return the numbers of a stored weight. Those of a gathered one would be rounded twice, which its own are not."""
@@ -372,10 +397,11 @@ class _Operands:
         rows: bool,
         wants_transposed: bool,
         wants_plain: bool = True,
+        rotation: Tensor | None = None,
     ) -> tuple[Operand, Operand]:
         """Return x [M, K] as one product wants it and x' [K, M] as another does, in one pass over x where that is possible.
 
-        rows: codes of x' that are those of x lie in rows of their own."""
+        rows: codes of x' that are those of x lie in rows of their own. rotation: of the operand that x' will meet."""
         if wants_plain and wants_transposed and q is not None and q == q_t:
             if q.both_in_one_pass:
                 return quantize_both(x_MK, q)
@@ -386,7 +412,7 @@ class _Operands:
             return plain, x_MK
         if isinstance(plain, Quantized) and plain.quantizer == q_t and q_t.transposable:
             return plain, plain.t()
-        return plain, self.transposed(role, q_t, x_MK, rows, recorded=wants_plain and _delayed(q))
+        return plain, self.transposed(role, q_t, x_MK, rows, wants_plain and _delayed(q), rotation)
 
     def _same_rowwise_columnwise(self, role: str, q: Quantizer, x_MK: Tensor) -> tuple[Quantized, Quantized]:
         slots = [first + SLOTS[role] for first in self.firsts]

@@ -43,7 +43,7 @@ class Coded:
     @staticmethod
     def possible(q: Quantizer | None, x: Tensor) -> bool:
         """Return whether norm and gate have a form that gives such codes: delayed per tensor, per row, or for parts of a row."""
-        if q is None or q.rounding != "nearest" or q.hadamard or x.itemsize > 4:
+        if q is None or q.draws or q.hadamard or x.itemsize > 4:
             return False
         if x.is_cuda and serving(tiles.quantize, x.device)[0] != "triton":  # a device without float8
             return False

@@ -153,15 +153,16 @@ def _transposed(
     held: Sequence[LayerTensors],
     members: LayerIndices,
     products: Products,
+    dy_q: Operand,
 ) -> Operand:
-    """Return w' [K, sum N_i] of one product of grad_input."""
+    """Return w' [K, sum N_i] of one product of grad_input, to be multiplied with dy_q."""
     frozen, q = shared.frozen, group.recipe.grad_input.b
 
     def make() -> Operand:
         codes = frozen.codes(members) if frozen else None
         if codes is not None and q is not None and q == group.recipe.forward.b and q.transposable:
             return codes.t()
-        return products.w_t(plan.weight(held, members))
+        return products.w_t(plan.weight(held, members), dy_q)
 
     return frozen.transposed(members, make, group.keeps_transposed) if frozen else make()
 
@@ -218,7 +219,7 @@ class _Stage(torch.autograd.Function):
         kept, *x_codes = (flat[end - n : end] for n, end in zip(ctx.lengths, accumulate(ctx.lengths)))
         wanted = ctx.needs_input_grad[3:]
         wants_source, wants = wanted[: plan.key.tensors], _held(plan, wanted[plan.key.tensors :])
-        run = _Backward(plan, ctx.shared, held, wants, any(wants_source))
+        run = _Backward(plan, ctx.shared, held, wants, any(wants_source), x_codes)
 
         given = list(grads)
         dstream = given.pop(0) if plan.has_stream else None
@@ -228,9 +229,9 @@ class _Stage(torch.autograd.Function):
         run.products()
         if dshown is not None:
             run.add(dshown.reshape(-1, plan.columns))
-        again = plan.recomputes and run.wants_x(x_codes)
+        again = plan.recomputes and run.wants_x
         into_source, x_again = form.backward(kept, run.dx_TK, dstream, wants_source, again)
-        run.weights(x_codes, x_again if again else x_TK)
+        run.weights(x_again if again else x_TK)
         source = (grad if wanted else None for grad, wanted in zip(into_source, wants_source))
         return None, None, None, *source, *run.found()
 
@@ -260,8 +261,10 @@ class _Backward:
         held: Sequence[LayerTensors],
         wants: Sequence[LayerTensors],
         wants_dx: bool,
+        x_codes: Sequence[tuple[Tensor, ...]],
     ) -> None:
         self.plan, self.shared, self.held, self.wants, self.wants_dx = plan, shared, held, wants, wants_dx
+        self._x_codes = x_codes  # of each group, transposed
         self.dx_TK: Tensor | None = None
         self.dy: dict[int, Tensor] = {}  # [T, N_i] of the layers that a gradient reached
         self._dw: dict[int, Tensor] = {}
@@ -311,9 +314,10 @@ class _Backward:
         if not (self.wants_dx or wants_dw):
             return
         products = self.plan.products(group, self.shared[g], members)
-        dy_q, dy_t = products.dy(dy_TN, self.wants_dx, wants_dw)
+        x_t = self._x_t(products, members, self._x_codes[g]) if wants_dw and self._x_codes[g] else None
+        dy_q, dy_t = products.dy(dy_TN, self.wants_dx, wants_dw, x_t)
         if self.wants_dx:
-            w_t = _transposed(self.plan, group, self.shared[g], self.held, members, products)
+            w_t = _transposed(self.plan, group, self.shared[g], self.held, members, products, dy_q)
             if self.dx_TK is None and adds_onto(dy_q, w_t):
                 self._through_A()
             self.dx_TK = products.grad_input(dy_q, w_t, self.dx_TK)
@@ -342,15 +346,18 @@ class _Backward:
         self._into_dx = dh_TR if self.wants_dx else None
         self._dh_TR = dh_TR if any(self.wants[i].A for i in self._adapted) else None
 
-    def wants_x(self, x_codes: Sequence[tuple[Tensor, ...]]) -> bool:
+    @property
+    def wants_x(self) -> bool:
         """Return whether a gradient that is still missing needs x as numbers, not as codes."""
-        return self._dh_TR is not None or any(not x_codes[g] for g, *_ in self._pending)
+        return self._dh_TR is not None or any(not self._x_codes[g] for g, *_ in self._pending)
 
-    def weights(self, x_codes: Sequence[tuple[Tensor, ...]], x_TK: Tensor | None) -> None:
+    def _x_t(self, products: Products, members: LayerIndices, kept: Sequence[Tensor]) -> Operand:
+        return products.x_t(kept, (self.plan.columns, len(self.dy[members[0]])))
+
+    def weights(self, x_TK: Tensor | None) -> None:
         """Compute dw of all products, and dA."""
         for g, products, members, dy_t in self._pending:
-            kept = x_codes[g] or ((x_TK,) if x_TK is not None else ())
-            x_t = products.x_t(kept, (self.plan.columns, len(self.dy[members[0]])))
+            x_t = self._x_t(products, members, self._x_codes[g] or ((x_TK,) if x_TK is not None else ()))
             dw = products.grad_weight(dy_t, x_t, self.held[members[0]].w.dtype)
             self._dw |= self.plan.parts(members, dw, 0)
         if self._dh_TR is not None and x_TK is not None:

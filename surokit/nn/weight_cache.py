@@ -210,7 +210,7 @@ def in_one_process() -> bool:
 
 def can_stay(q: Quantizer | None) -> bool:
     """Return whether a weight has the same codes each time it is quantized by `q`."""
-    return q is None or q.rounding == "nearest"
+    return q is None or not q.draws
 
 
 def _capturing(t: Tensor) -> bool:

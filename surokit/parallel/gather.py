@@ -165,7 +165,7 @@ def way_of(p: ShardedParameter) -> Way:
     q = recipe.forward.b
     if q is None:
         return Way(why="forward takes it as it is")
-    if q.rounding != "nearest" or q.hadamard:
+    if q.draws or q.hadamard:
         return Way(why="forward rounds it stochastically or rotates it")
     tiling = Tiling.of(q, p.shard, p.ranks)
     if isinstance(q.scaling, NV) and tiling.cuts:

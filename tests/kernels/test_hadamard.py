@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surokit.kernels.reference import hadamard
+from surokit.kernels.reference import hadamard, random
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "nvfp4_rht.safetensors")
 CASES = sorted(n.removesuffix(".rotated") for n in GOLDEN if n.endswith(".rotated"))
@@ -91,3 +91,33 @@ def test_what_is_not_finite_stays_in_its_block(bad):
 def test_non_contiguous():
     x = torch.randn(32, 9).t()
     assert torch.equal(hadamard.rotate(x, 16), hadamard.rotate(x.contiguous(), 16))
+
+
+KEYS = [torch.tensor([7, -8], dtype=torch.int32), torch.tensor([1, 2**31 - 1], dtype=torch.int32)]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["one", "other"])
+def test_drawn_signs_are_the_highest_bits_of_draws(key):
+    signs = hadamard.drawn_signs(128, key)
+    drawn = random.uniform((128,), key)
+    assert torch.equal(signs, torch.where(drawn >= 0.5, -1, 1))
+    assert 40 < (signs == 1).sum() < 88
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_rotation_by_drawn_signs_is_that_of_the_signed_rows(dtype):
+    a = torch.randn(7, 300, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    key = KEYS[0]
+    y = hadamard.rotate_drawn(a, 128, key)
+    assert y.shape == (7, 384)
+    assert y.dtype == dtype
+    signed = torch.nn.functional.pad(a, (0, 84)).double().view(-1, 128) * hadamard.drawn_signs(128, key)
+    H = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), (signed @ H / 128**0.5).view(7, 384), rtol=4 * eps, atol=8 * eps)
+    back = hadamard.rotate_drawn(y, 128, key, back=True)[:, :300]
+    torch.testing.assert_close(back.double(), a.double(), rtol=0.0, atol=32 * eps)
+    b = torch.randn(5, 300, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+    if dtype == torch.float64:
+        torch.testing.assert_close(y @ hadamard.rotate_drawn(b, 128, key).t(), a @ b.t(), rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(y @ hadamard.rotate_drawn(b, 128, KEYS[1]).t(), a @ b.t(), rtol=0.1)

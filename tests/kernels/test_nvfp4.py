@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from surokit.kernels.reference import fp4, hadamard, nvfp4
+from surokit.kernels.reference import fp4, hadamard, nvfp4, random
 
 FILES = ("nvfp4", "nvfp4_rht", "nvfp4_four_over_six")
 GOLDEN = {s: load_file(Path(__file__).parents[1] / "golden" / f"{s}.safetensors") for s in FILES}
@@ -270,3 +270,71 @@ def test_draws_count_positions_of_the_operand():
     assert len(scales.view(torch.uint8).unique()) == 1
     assert torch.equal(fp4.unpack(packed, 21), fp4.encode(y, KEY))
     assert len(packed.unique()) > 1
+
+
+ROTATION = torch.tensor([3, 5], dtype=torch.int32)
+ANY_SIZE = [(1.0, torch.float32), (1.0, torch.bfloat16), (1e30, torch.float32), (1e-30, torch.float32)]
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (5, 300), (16, 256)])
+@pytest.mark.parametrize(("size", "dtype"), ANY_SIZE, ids=str)
+def test_eden_equals_the_definition(shape, size, dtype):
+    """Block by block with numpy's float32 scalars and ml_dtypes' casts; the scales' draws by the position of the block."""
+    x = (normal(shape) * size).to(dtype)
+    packed, scales, scale = nvfp4.quantize_eden(x, 128, ROTATION, KEY)
+    y = hadamard.rotate_drawn(x, 128, ROTATION).float().numpy()
+    M, K = y.shape
+    draws = random.uniform((M, K // 16), KEY).numpy()
+    nibbles, one = np.zeros((M, K), np.uint8), np.float32(1)
+    reach = 6 * (16 / 17) / 0.93
+    amax = np.abs(y).max()
+    encode = np.float32(256 * reach) / amax
+    for r, c in np.ndindex(M, K // 16):
+        block = y[r, 16 * c : 16 * c + 16]
+        nearest = (np.abs(block).max() * (encode * np.float32(1 / reach))).astype(ml_dtypes.float8_e4m3fn)
+        s = nearest.astype(np.float32)
+        codes = np.clip(block * (one / (s * (one / encode))), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        nibbles[r, 16 * c : 16 * c + 16] = codes.view(np.uint8)
+        long = kept = np.float32(0)
+        for element, code in zip(block * encode, codes.astype(np.float32) * s):
+            long, kept = long + element * element, kept + element * code
+        wanted = s * (long / kept)
+        below, above = neighbours(wanted)
+        up = draws[r, c] >= 1 - (wanted - below) / (above - below)
+        assert float(scales[r, c]) == (above if up else below)
+    assert torch.equal(fp4.unpack(packed, K), torch.from_numpy(nibbles))
+    assert float(scale) == np.float32(amax) / np.float32(256 * reach)
+
+
+def neighbours(wanted):
+    """The E4M3 numbers next to one: below or equal, and above."""
+    every = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    place = np.searchsorted(every, wanted, side="right")
+    return every[place - 1], every[min(place, len(every) - 1)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_eden_of_what_is_not_finite_never_becomes_a_number(bad):
+    x = normal((4, 256))
+    x[1, 3] = bad
+    packed, scales, scale = nvfp4.quantize_eden(x, 128, ROTATION, KEY)
+    assert nvfp4.dequantize(packed, scales, scale, 1, 256).isnan().all()
+
+
+def test_eden_of_zeros_and_of_rows_that_vanish_beside_others():
+    x = normal((3, 128))
+    x[1] *= 1e-9
+    x[2] = 0
+    packed, scales, scale = nvfp4.quantize_eden(x, 128, ROTATION, KEY)
+    y = nvfp4.dequantize(packed, scales, scale, 1, 128)
+    assert y.isfinite().all()
+    assert y[0].any()
+    assert not y[1:].any()
+
+
+def test_eden_never_reaches_the_end_of_the_scales():
+    """A corrected scale stays below 448, whatever a block looks like: else its length would be cut."""
+    x = torch.cat([normal((64, 128)), torch.rand(64, 128) ** 8, torch.eye(128), torch.ones(1, 128)])
+    for seed in range(4):
+        key = torch.tensor([seed, 1], dtype=torch.int32)
+        assert nvfp4.quantize_eden(x, 128, key, KEY)[1].float().max() < 320

@@ -440,7 +440,9 @@ def assert_as_layers(projection: Any, x: torch.Tensor, index: torch.Tensor, auto
     for step in range(2):
         ours, theirs = [x.clone().requires_grad_() for _ in range(2)]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            torch.manual_seed(0)  # signs of rotations
             y = projection(ours, routing, record=True)
+            torch.manual_seed(0)
             each = [(layers[expert](theirs[rows]), expert, rows) for expert, rows in routing.rows]
         dy = gaussian(*y.shape, seed=9 + step, dtype=y.dtype)
         projection.module.zero_grad()

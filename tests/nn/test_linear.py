@@ -46,6 +46,7 @@ GATES = {
     "mxfp8": (28.5, 28.5, 28.5),
     "fp4": (16.7, 15.0, 15.2),
     "mxfp4": (16.05, 14.2, 14.2),
+    "quartet-ii": (18.2, 17.2, 17.2),
 }
 STORED_GATES = {"qfp8": 31.5, "qfp4": 21.2, "qnf4": 20.7}
 
@@ -79,24 +80,24 @@ def test_products_equal_their_definition(recipe, shape, dtype):
     T, N, K = shape
     x, dy = gaussian(T, K, seed=0, dtype=dtype), gaussian(T, N, seed=2, dtype=dtype)
     layer = with_recipe(recipe, N, K, dtype)
-    torch.manual_seed(0)  # stochastic rounding draws its keys in this order: dy for dx, dy for dw
+    torch.manual_seed(0)  # keys are drawn in this order: x for dw, dy for dx, dy for dw, w for dx
     y, dx, dw = run(layer, x, dy)
     w = layer.weight.detach()
     torch.manual_seed(0)
 
-    def q(quantizer, m):
-        quantized = sk.quantize(m, quantizer)
-        if not quantizer.hadamard:
-            return quantized.dequantize()
-        factors, scale = quantized.factors()  # in the rotated basis, padding included
-        return factors.float() * scale
+    def q(quantizer, m, beside=None):
+        return sk.quantize(m, quantizer, rotation=beside.rotation if beside is not None else None)
+
+    def times(a, b):
+        if not a.quantizer.hadamard:
+            return a.dequantize() @ b.dequantize().t()
+        (a, a_scale), (b, b_scale) = a.factors(), b.factors()  # in the rotated basis, padding included
+        return (a.float() * a_scale) @ (b.float() * b_scale).t()
 
     f, i, g = recipe.forward, recipe.grad_input, recipe.grad_weight
-    expected = (
-        q(f.a, x) @ q(f.b, w).t(),
-        q(i.a, dy) @ q(i.b, w.t()).t(),
-        q(g.a, dy.t()) @ q(g.b, x.t()).t(),
-    )
+    x_t, dy_q = q(g.b, x.t()), q(i.a, dy)
+    dy_t = q(g.a, dy.t(), x_t)
+    expected = times(q(f.a, x), q(f.b, w)), times(dy_q, q(i.b, w.t(), dy_q)), times(dy_t, x_t)
     for got, reference in zip((y, dx, dw), expected):
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), reference, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
@@ -127,6 +128,7 @@ KEPT = {
     "mxfp8": T_ * K_ + K_ * T_ // 32,
     "fp4": T_ * K_ // 2 + K_ * T_ // 16 + 4,
     "mxfp4": T_ * K_ // 2 + K_ * T_ // 32,
+    "quartet-ii": T_ * K_ // 2 + K_ * T_ // 16 + 4 + 8,  # the key of the signs too
 }
 
 

@@ -93,14 +93,14 @@ def test_operations_know_a_recipe_by_its_text_alone():
         assert recipe_of.__wrapped__(key_of(recipe)).gemms == recipe.gemms
         assert storage_of.__wrapped__(storage_key_of(recipe.storage)) == recipe.storage
     assert key_of(sk.FP8) == key_of(sk.FP8.keep("a"))  # rules are not part of a product
-    assert len({key_of(r) for r in sk.recipes.values() if r.quantized_products}) == 7
+    assert len({key_of(r) for r in sk.recipes.values() if r.quantized_products}) == 8
     assert storage_key_of(None) == ""
 
 
-ROTATED = {"fp4": {"dw"}, "mxfp4": {"dx", "dw"}}
+ROTATED = {"fp4": {"dw"}, "mxfp4": {"dx", "dw"}, "quartet-ii": {"dx", "dw"}}
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "fp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "fp4", "mxfp4", "quartet-ii"])
 def test_gradients_pass_straight_through(name):
     """On operands that the format holds exactly (signs) no product rounds, and the gradients are those of y = x w'.
 

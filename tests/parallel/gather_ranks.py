@@ -44,7 +44,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 PROCESSES = Processes(Parallel(shard=RANKS, replicate=1))
 ASIS = MixedPrecisionPolicy()
 CAST = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
-TRAINED = ("fp8", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "fp4", "mxfp4")
+TRAINED = ("fp8", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "fp4", "mxfp4", "quartet-ii")
 STORED = ("qfp8", "qfp4", "qnf4", "fp8-block+qfp8")
 
 

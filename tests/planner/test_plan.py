@@ -171,6 +171,7 @@ NATIVE = {  # what docs/recipes.md says: the GPUs of the table that multiply a r
     "mxfp8": {"B200"},
     "fp4": {"B200"},
     "mxfp4": set(),
+    "quartet-ii": {"B200"},
     "bf16": set(),
 }
 

@@ -33,6 +33,7 @@ PRODUCTS = {
     "mxfp8": 0.0025,
     "fp4": 0.01,
     "mxfp4": 0.025,
+    "quartet-ii": 0.01,
 }
 STORED = {"qfp8": 0.005, "qfp4": 0.015, "qnf4": 0.015}
 GATES = PRODUCTS | STORED

@@ -75,7 +75,7 @@ class TestContinuing:
         again.run(6)
         assert_same_state(whole, again)
 
-    @pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise"])
+    @pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise", "quartet-ii"])
     def test_with_a_recipe(self, recipe: str, tmp_path: Path) -> None:
         whole, half = make_session(recipe=recipe), make_session(recipe=recipe, run_dir=tmp_path / "run")
         whole.run(8)

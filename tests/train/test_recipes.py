@@ -18,6 +18,7 @@ GAPS = {
     "mxfp8": 0.005,
     "fp4": 0.02,
     "mxfp4": 0.03,
+    "quartet-ii": 0.02,
 }
 CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=160, max_length=64)
 

@@ -45,7 +45,7 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
 
 def comes_quantized(quantizer: Any) -> bool:
     """True if norm and SwiGLU can write these codes themselves: with a delayed scale, a scale a row, or one a block of a row."""
-    if quantizer is None or quantizer.rounding != "nearest" or quantizer.hadamard or quantizer.format.bits != 8:
+    if quantizer is None or quantizer.draws or quantizer.hadamard or quantizer.format.bits != 8:
         return False
     rows = isinstance(quantizer.scaling, PerRow | Block) and quantizer.scaling.tile()[0] == 1
     return bool(quantizer.delayed) or rows
