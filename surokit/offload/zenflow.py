@@ -1,6 +1,6 @@
 """Define ZenFlow, an optimizer whose state lies on the host, and which the device does not wait for (arXiv 2505.12242).
 
-    ZenFlow(lr=3e-4)                       a specification: Session calls .build(model.parameters())
+    ZenFlow(lr=3e-4)                       a specification: Session calls .build(model)
     ZenFlow(model.parameters(), lr=3e-4)   a torch Optimizer
 
 A few columns of every weight, those with the largest gradients, are hot: their state is on the device and every step
