@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surokit.errors import OffloadError
 from surokit.offload.columns import ALONG_ROWS, Columns, check_dense, placed, summed
@@ -145,7 +145,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     if TYPE_CHECKING:  # a type checker does not see that ZenFlow(lr=...) is a Spec
 
-        def build(self, params: Parameters) -> ZenFlow: ...
+        def build(self, params: nn.Module | Parameters) -> ZenFlow: ...
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

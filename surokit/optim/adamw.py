@@ -23,7 +23,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surokit.kernels import best
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
@@ -86,7 +86,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     if TYPE_CHECKING:  # a type checker does not see that AdamW(lr=...) is a Spec
 
-        def build(self, params: Parameters) -> AdamW: ...
+        def build(self, params: nn.Module | Parameters) -> AdamW: ...
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

@@ -208,7 +208,8 @@ def _update_matrix(
     rate = muon_rate(lr, adjust_lr_fn, o.shape)
     if whole is not None:
         o = o[tuple(slice(first, first + size) for first, size in zip(place_of(whole), weight.shape))]
-    w = (weight.to(wide) * (1 - lr * weight_decay)).sub_(o.to(wide) * rate)
+    del u
+    w = weight.to(wide, copy=True).mul_(1 - lr * weight_decay).sub_(o.to(wide).mul_(rate))
     new = w.to(weight.dtype) if key is None else stochastic_bf16(w, key, start)
     for old, value in ((weight, new), (buffer, b)):
         old.copy_(value if mask is None else torch.where(mask != 0, old, value))
