@@ -29,7 +29,7 @@ _NAMES: dict[str, str] = {
         "models.fuse": "fuse",
         "fusion": "Fusion",
         "data": "text chat train_tokenizer load_tokenizer",
-        "train": "Session AdamW AdamW8bit Cosine Record fit_to_time numerics",
+        "train": "Session AdamW AdamW8bit Muon Cosine Record fit_to_time numerics",
         "offload": "ZenFlow OffloadAdamW offload_weights offload_activations",
         "dissection.run": "dissect",
         "dissection.dissection": "Dissection",

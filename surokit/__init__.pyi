@@ -116,6 +116,7 @@ from surokit.texts.grammar import stories as stories
 from surokit.train import AdamW as AdamW
 from surokit.train import AdamW8bit as AdamW8bit
 from surokit.train import Cosine as Cosine
+from surokit.train import Muon as Muon
 from surokit.train import Record as Record
 from surokit.train import Session as Session
 from surokit.train import fit_to_time as fit_to_time

@@ -203,7 +203,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--recipe": "name of a recipe, such as fp8 or qfp8 (nothing is quantized)",
         "--attention": "counts the keys that a token sees, or all: causal or full (causal)",
         "--recompute": "what backward computes again: none, selective, mlp or full (none)",
-        "--optimizer": "adamw, adamw8bit, zenflow, offloadadamw or sgd (adamw)",
+        "--optimizer": "adamw, adamw8bit, muon, zenflow, offloadadamw or sgd (adamw)",
         "--state-dtype": "dtype of the optimizer's moments (the weights' own)",
         "--dtype": "dtype of weights and gradients: bf16, fp16 or fp32 (bf16)",
         "--logits": "fused with the loss, or whole (as the layers do)",

@@ -69,6 +69,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.autograd import profiler as torch_profiler
+from torch.optim import _muon
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -205,6 +206,20 @@ def handles_amp_scaling(optimizer: Any) -> bool:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has hooks around its step; relies on `_optimizer_step_pre_hooks` and `..._post_hooks`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Return a matrix with all its singular values near 1, in bfloat16, by Newton-Schulz steps; one in bfloat16 is overwritten.
+
+    Relies on `torch.optim._muon`: the function and the constants that torch.optim.Muon takes for it.
+    """
+    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, _muon.EPS)
+
+
+def muon_rate(lr: Any, adjust_lr_fn: str, shape: Sequence[int]) -> Any:
+    """Return torch.optim.Muon's rate for a matrix of this shape, a tensor where `lr` is one; relies on `_muon._adjust_lr`."""
+    return _muon._adjust_lr(lr, adjust_lr_fn, torch.Size(shape))
 
 
 # -- autograd

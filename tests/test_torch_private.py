@@ -219,6 +219,20 @@ def test_the_fused_adamw_counts_scales_and_masks(masked: float):
 # -- tensors and their memory
 
 
+def test_a_matrix_is_orthogonalized_as_torchs_muon_does_it():
+    w = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    spread = torch.linalg.svdvals(torch_private.orthogonal(w, 5).float())
+    assert torch.linalg.svdvals(w).max() > 3
+    assert spread.min() > 0.5
+    assert spread.max() < 1.5
+    p = nn.Parameter(torch.zeros(6, 10))
+    p.grad = w
+    torch.optim.Muon([p], lr=1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    rate = torch_private.muon_rate(torch.tensor(1.0), "match_rms_adamw", p.shape)
+    assert torch.allclose(p.detach(), -rate * torch_private.orthogonal(w, 5).float())
+    assert torch_private.muon_rate(1.0, "original", (40, 10)) == 2
+
+
 def test_a_version_counts_writes_that_autograd_sees():
     t = torch.zeros(4)
     view, detached, before = t[1:], t.detach(), torch_private.version_of(t)

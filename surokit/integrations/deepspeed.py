@@ -20,6 +20,7 @@ import torch
 from surokit.offload.adamw import OffloadAdamW
 from surokit.offload.zenflow import ZenFlow
 from surokit.optim.adamw import AdamW, AdamW8bit
+from surokit.optim.muon import Muon
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -92,7 +93,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, rate: float) -> dict[str, Any]:
     """Return the block "optimizer", with the options of the first parameter group and the rate it began with; empty for an
     optimizer that DeepSpeed cannot make."""
     kind = type(optimizer).__name__
-    ours = isinstance(optimizer, ZenFlow | OffloadAdamW | AdamW) and not isinstance(optimizer, AdamW8bit)
+    ours = isinstance(optimizer, ZenFlow | OffloadAdamW | AdamW) and not isinstance(optimizer, AdamW8bit | Muon)
     if not ours and not (kind in _PLAIN and type(optimizer).__module__.startswith("torch.")):
         return {}
     first = optimizer.param_groups[0]

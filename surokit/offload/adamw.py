@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surokit.errors import OffloadError
 from surokit.offload.columns import TRANSFER_BYTES, check_dense, several_devices
@@ -117,7 +117,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     if TYPE_CHECKING:  # a type checker does not see that OffloadAdamW(lr=...) is a Spec
 
-        def build(self, params: Parameters) -> OffloadAdamW: ...
+        def build(self, params: nn.Module | Parameters) -> OffloadAdamW: ...
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

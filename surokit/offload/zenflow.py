@@ -1,6 +1,6 @@
 """Define ZenFlow, an optimizer whose state lies on the host, and which the device does not wait for (arXiv 2505.12242).
 
-    ZenFlow(lr=3e-4)                       a specification: Session calls .build(model.parameters())
+    ZenFlow(lr=3e-4)                       a specification: Session calls .build(model)
     ZenFlow(model.parameters(), lr=3e-4)   a torch Optimizer
 
 A few columns of every weight, those with the largest gradients, are hot: their state is on the device and every step
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surokit.errors import OffloadError
 from surokit.offload.columns import ALONG_ROWS, Columns, check_dense, placed, summed
@@ -145,7 +145,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     if TYPE_CHECKING:  # a type checker does not see that ZenFlow(lr=...) is a Spec
 
-        def build(self, params: Parameters) -> ZenFlow: ...
+        def build(self, params: nn.Module | Parameters) -> ZenFlow: ...
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

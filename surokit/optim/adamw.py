@@ -1,6 +1,6 @@
 """Update parameters by AdamW on torch's fused kernel, with clipping and the mask for non-finite steps; also with 8-bit moments.
 
-    AdamW(lr=3e-4)                       a specification: Session calls .build(model.parameters())
+    AdamW(lr=3e-4)                       a specification: Session calls .build(model)
     AdamW(model.parameters(), lr=3e-4)   a torch Optimizer; its state_dict is torch.optim.AdamW's
     AdamW8bit(lr=3e-4)                   the same with moments of one byte, as bitsandbytes defines them
 
@@ -23,7 +23,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surokit.kernels import best
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
@@ -31,7 +31,7 @@ from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_, dequantize, q
 from surokit.kernels.reference.random import bits
 from surokit.optim.parts import Held, Part, Place, overlaps
 from surokit.optim.spec import Parameters, SpecMeta
-from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
+from surokit.optim.states import ADAMW_MOMENTS, adamw_states, decay_groups, given_order, in_groups_of
 from surokit.optim.tensors import is_sharded, local, on_device, scale_and_mask, shard_number
 from surokit.torch_private import declare_amp_scaling, foreach_add_, foreach_copy_, foreach_sub_, fused_adamw_
 
@@ -86,7 +86,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     if TYPE_CHECKING:  # a type checker does not see that AdamW(lr=...) is a Spec
 
-        def build(self, params: Parameters) -> AdamW: ...
+        def build(self, params: nn.Module | Parameters) -> AdamW: ...
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -120,19 +120,17 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            options = {
-                "lr": group["lr"],
-                "beta1": group["betas"][0],
-                "beta2": group["betas"][1],
-                "weight_decay": group["weight_decay"],
-                "eps": group["eps"],
-            }
+            options = self._options(group)
             for params in self._by_kernel(group):
                 if isinstance(group["lr"], Tensor) and not params[0].is_cuda:  # where some parameters are on the host
                     options["lr"] = on_device(params[0].device, group["lr"])
                 self._update(params, options)
                 options["lr"] = group["lr"]
         return loss
+
+    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in ("lr", "weight_decay", "eps")}}
 
     def _by_kernel(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Yield the group's parameters with a gradient, split so that each list is one call of a kernel."""
@@ -225,9 +223,15 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
         dtype = self.state_dtype or p.dtype
         return {
-            name: torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-            for name in ("exp_avg", "exp_avg_sq")
+            name: torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for name in self._moments_of(p)
         }
+
+    def _moments_of(self, p: Tensor) -> tuple[str, ...]:
+        return ADAMW_MOMENTS
+
+    def _sources(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any] | None]:
+        """Return each parameter's entries in a state dict with the groups of this optimizer."""
+        return adamw_states(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # the base class keeps three entries only
@@ -246,7 +250,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         are its masters.
         """
         state_dict = in_groups_of(self, state_dict)
-        sources = adamw_states(self, state_dict)
+        sources = self._sources(state_dict)
         if any("master" in source and not _shows_all(p) for p, source in sources.items() if source):
             raise ValueError(
                 "This state was made by OffloadAdamW, and its float32 masters say more than the weights do: load it into an "
@@ -260,7 +264,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             if not source:
                 continue
             state = self.state[p]
-            for key in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq", "key"):
+            for key in (*self._moments_of(p), "absmax", "absmax_sq", "key"):
                 if key not in source:
                     continue
                 # codes, scales and keys come back as they are
@@ -370,17 +374,18 @@ def check_adamw(name: str, options: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"{name}: lr is one number, not a tensor of shape {list(lr.shape)}.")
-    elif not _number(lr) or not 0 <= lr < math.inf:
+    elif not is_number(lr) or not 0 <= lr < math.inf:
         raise ValueError(f"{name}: lr={lr!r} must be a finite number >= 0.")
     pair = isinstance(betas, Sequence) and len(betas) == 2
-    if not pair or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: betas={betas!r} must be two numbers in [0, 1).")
     for option in ("weight_decay", "eps"):
-        if not _number(value := options[option]) or not value >= 0:
+        if not is_number(value := options[option]) or not value >= 0:
             raise ValueError(f"{name}: {option}={value!r} must be a number, and must not be negative.")
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a real number."""
     return isinstance(value, Real)
 
 

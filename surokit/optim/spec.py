@@ -1,6 +1,6 @@
 """Specify an optimizer by a class and its options, which wait for the parameters of a model.
 
-AdamW(lr=3e-4)                       a Spec: Session calls .build(model.parameters())
+AdamW(lr=3e-4)                       a Spec: Session calls .build(model)
 AdamW(model.parameters(), lr=3e-4)   the optimizer
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 _JSON = (type(None), bool, int, float, str, list, tuple)
@@ -25,13 +25,20 @@ class Spec:
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, params: Parameters) -> torch.optim.Optimizer:
-        """Return the optimizer over those of `params` that require a gradient; ValueError if there is none."""
+    def build(self, params: Parameters | nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer over those of `params`, or of a model's parameters, that require a gradient; ValueError if there is
+        none.
+
+        An optimizer that decides by modules (`takes_modules`) is given the model itself.
+        """
+        takes: Any = params
+        if isinstance(params, nn.Module) and not getattr(self.optimizer, "takes_modules", False):
+            takes = params.parameters()
         # a learning rate in a tensor is filled in place, and every optimizer has its own
         options: dict[str, Any] = {
             key: value.clone() if isinstance(value, Tensor) else value for key, value in self.options.items()
         }
-        return self.optimizer(params, **options)
+        return self.optimizer(takes, **options)
 
     def __repr__(self) -> str:
         return f"{self.optimizer.__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
@@ -43,7 +50,7 @@ class SpecMeta(type):
     Either way the class's `check` is given all options, with the defaults of its constructor.
     """
 
-    def __call__(cls, params: Parameters | None = None, **options: Any) -> Any:
+    def __call__(cls, params: Parameters | nn.Module | None = None, **options: Any) -> Any:
         signature = cls.__signature__
         try:
             given = signature.bind(None, **options)

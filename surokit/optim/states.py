@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,26 +11,32 @@ from torch import Tensor, nn
 from surokit.optim.spec import Parameters
 from surokit.optim.tensors import is_sharded, local, memory_order
 
+#: The moments in the state of a parameter that AdamW updates.
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def adamw_states(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    moments: Callable[[Tensor], tuple[str, ...]] = lambda p: ADAMW_MOMENTS,
+    maker: str = "an AdamW",
 ) -> dict[Tensor, dict[str, Any] | None]:
-    """Return each parameter's entries in a state dict with the optimizer's groups. ValueError where these are not the moments of an
-    AdamW, or not this parameter's."""
+    """Return each parameter's entries in a state dict with the optimizer's groups. ValueError where these are not its `moments`,
+    which are AdamW's unless given, or not this parameter's; `maker` names who would have them."""
     groups, name = state_dict["param_groups"], type(optimizer).__name__
     if any(group.get("amsgrad") or group.get("maximize") for group in groups):
         raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in groups for index in group["params"]]
     sources = {p: state_dict["state"].get(index) for p, index in zip(params, saved)}
-    if any(source and not {"step", "exp_avg", "exp_avg_sq"} <= source.keys() for source in sources.values()):
+    if any(source and not {"step", *moments(p)} <= source.keys() for p, source in sources.items()):
         raise ValueError(
-            f"This state was not made by an AdamW: load it into the optimizer that made it, not into {name}."
+            f"This state was not made by {maker}: load it into the optimizer that made it, not into {name}."
         )
     for index, (p, source) in zip(saved, sources.items()):
         if not source:
             continue
-        here, held = local([p])[0], local([source["exp_avg"]])[0].shape
+        here, held = local([p])[0], local([source[moments(p)[0]]])[0].shape
         if held != (here.permute(memory_order(here)) if "master" in source else here).shape:
             processes = ", in as many processes," if is_sharded(p) else ""
             raise ValueError(
@@ -91,11 +97,7 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
     tensors: list[Tensor] = [p for p in every if isinstance(p, Tensor)]
     if len(tensors) < len(every):
         raise TypeError(f"{name} takes parameters or torch's parameter groups; for named ones pass model.parameters().")
-    if not any(p.requires_grad for p in tensors):
-        raise ValueError(
-            f"{name}: there is nothing to train: no parameter requires a gradient. "
-            "Unfreeze some, or add an adapter with recipe.lora()."
-        )
+    check_trains(name, tensors)
     matrices = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim >= 2]
     vectors = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim < 2]
     vars(optimizer)["given_order"] = len(tensors), matrices + vectors
@@ -104,6 +106,15 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
         for group, decay in ((matrices, weight_decay), (vectors, 0.0))
         if group
     ]
+
+
+def check_trains(name: str, params: Sequence[Tensor]) -> None:
+    """Raise ValueError where no parameter requires a gradient; `name`: of the optimizer."""
+    if not any(p.requires_grad for p in params):
+        raise ValueError(
+            f"{name}: there is nothing to train: no parameter requires a gradient. "
+            "Unfreeze some, or add an adapter with recipe.lora()."
+        )
 
 
 def given_order(optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, list[int]]]:

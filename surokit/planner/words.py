@@ -303,10 +303,11 @@ def _memory(memory: Memory, group: str) -> Iterator[Line]:
 def narrow_moments(plan: Plan) -> str:
     """Say that moments are as narrow as the weights that they update; "" where they are not, or nothing of the base trains."""
     setup = plan.setup
-    narrow = setup.optimizer == "adamw" and setup.state_dtype == setup.dtype != "fp32"
+    name = {"adamw": "sk.AdamW", "muon": "sk.Muon"}.get(setup.optimizer)
+    narrow = name is not None and setup.state_dtype == setup.dtype != "fp32"
     if not setup.training or not narrow or frozen(plan.recipe):
         return ""
-    return f"moments are in {setup.dtype} and there are no float32 masters, as sk.AdamW has it"
+    return f"moments are in {setup.dtype} and there are no float32 masters, as {name} has it"
 
 
 def plan_notes(plan: Plan) -> Iterator[str]:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surokit.optim.adamw import AdamW, AdamW8bit
+    from surokit.optim.muon import Muon
     from surokit.optim.schedule import Cosine
     from surokit.optim.spec import Spec
     from surokit.runs.records import Record, Records
@@ -55,6 +56,7 @@ __all__ = [
     "Cosine",
     "Evaluation",
     "Fit",
+    "Muon",
     "NoTargetsError",
     "NonFiniteError",
     "Record",
@@ -78,6 +80,7 @@ _MODULES = {
     "numerics": "surokit.train.meters",
     "AdamW": "surokit.optim.adamw",
     "AdamW8bit": "surokit.optim.adamw",
+    "Muon": "surokit.optim.muon",
     "Spec": "surokit.optim.spec",
     "Record": "surokit.runs.records",
     "Records": "surokit.runs.records",

@@ -278,7 +278,7 @@ def fork(
                 "make the session with a specification such as surokit.AdamW(lr=3e-4)."
             )
         state = optimizer.state
-        optimizer = session.spec.build(model.parameters())
+        optimizer = session.spec.build(model)
         optimizer.state.update({p: state[p] for p in trained if p in state})
     elif session.schedule is not None:  # the schedule multiplies the rate that the optimizer began with
         for group, base in zip(optimizer.param_groups, session.engine.base_rates):

@@ -228,7 +228,7 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
             )
         return optimizer
     if isinstance(optimizer, Spec):
-        return optimizer.build(model.parameters())
+        return optimizer.build(model)
     built = optimizer(model.parameters()) if callable(optimizer) else None
     if not isinstance(built, torch.optim.Optimizer):
         raise TypeError(

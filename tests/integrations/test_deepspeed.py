@@ -110,6 +110,7 @@ def test_what_selects_and_updates(options: dict[str, Any], block: dict[str, Any]
         lambda: make_session(optimizer=sk.ZenFlow(**ZENFLOW), schedule=None, accumulate=2),
         lambda: make_session(optimizer=sk.AdamW(weight_decay=0.0, rounding="stochastic"), schedule=None),
         lambda: make_session(optimizer=sk.AdamW8bit(), schedule=None),
+        lambda: make_session(optimizer=sk.Muon(), schedule=None),
     ],
 )
 def test_what_is_different_there_is_said(make: Any) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import surokit as sk
 from surokit import convert
-from surokit.train import AdamW, AdamW8bit, Session, Spec
+from surokit.train import AdamW, AdamW8bit, Muon, Session, Spec
 
 RANKS = 2
 STEPS = 3
@@ -82,6 +82,8 @@ ADAM = {
     "AdamW, stochastic": Spec(AdamW, {"lr": 1e-3, "rounding": "stochastic"}),
     "AdamW8bit": Spec(AdamW8bit, {"lr": 1e-3}),
     "AdamW8bit, stochastic": Spec(AdamW8bit, {"lr": 1e-3, "rounding": "stochastic"}),
+    "Muon": Spec(Muon, {"lr": 1e-3}),
+    "Muon, stochastic": Spec(Muon, {"lr": 1e-3, "rounding": "stochastic"}),
 }
 _F32, _BF16 = torch.float32, torch.bfloat16
 CASES: dict[str, Case] = {
@@ -136,7 +138,7 @@ def make(case: Case) -> nn.Module:
 
 def train(case: Case, model: nn.Module, gradients: Callable[[int], float], full: Callable[[Tensor], Tensor]) -> Result:
     """STEPS steps. `gradients(step)` leaves averaged gradients and returns the loss; `full` gathers a parameter."""
-    optimizer = case.optimizer.build(model.parameters())
+    optimizer = case.optimizer.build(model)
     result: Result = {"losses": [], "open": [], "in_force": []}
     for step in range(STEPS):
         result["losses"].append(gradients(step))
@@ -217,7 +219,7 @@ def restored(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, gra
     stream = io.BytesIO()
     torch.save(optimizer.state_dict(), stream)
     stream.seek(0)
-    twin = case.optimizer.build(model.parameters())
+    twin = case.optimizer.build(model)
     twin.load_state_dict(torch.load(stream, weights_only=True))
     trained = [p for p in model.parameters() if p.requires_grad]
     locals_ = [p.detach().to_local() for p in trained]  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import surokit as sk
 from surokit.runs.status import read_status
-from surokit.train import AdamW, AdamW8bit, Cosine, Session, cuda_graphs
+from surokit.train import AdamW, AdamW8bit, Cosine, Muon, Session, cuda_graphs
 from surokit.train import capture as capturing
 from surokit.train.engine import Engine
 from tests.refusals import refused, warned
@@ -92,6 +92,10 @@ RUNS: dict[str, Make] = {
     ),
     "8-bit, stochastic": lambda: toy(
         model=Toy(width=64).bfloat16(), optimizer=AdamW8bit(lr=torch.tensor(1e-2), rounding="stochastic")
+    ),
+    "Muon": lambda: toy(optimizer=Muon(lr=torch.tensor(1e-2), ns_steps=2)),
+    "Muon, stochastic": lambda: toy(
+        model=Toy().bfloat16(), optimizer=Muon(lr=torch.tensor(1e-2), ns_steps=2, rounding="stochastic")
     ),
     "torch's AdamW": lambda: toy(
         optimizer=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), fused=True, capturable=True)

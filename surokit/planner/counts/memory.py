@@ -44,6 +44,7 @@ from surokit.planner.counts.activations import Activations, Ours, loss_rows, rep
 from surokit.planner.counts.division import WHOLE, Division
 from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.counts.fused_activations import FusedLayers
+from surokit.planner.counts.muon import SCRATCH, hidden_matrices, hidden_share
 from surokit.planner.counts.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.counts.transformers_activations import Theirs
 from surokit.planner.inputs.shape import Shape, built_here
@@ -295,7 +296,7 @@ def _count(shape: Shape | None, stage: Shape | None, parameters: float, recipe: 
         terms, host = _streamed(terms, blocks, setup), _blocks_on_host(blocks, setup)
         trained -= sum(blocks.trained) * setup.training
     if setup.training:
-        for term in _states(trained, setup):
+        for term in _states(trained, setup, hidden_share(shape, recipe) if shape is not None else 0.0):
             (host if setup.offload_states and term.name in STATES else terms).append(term)
         if blocks is not None:
             terms = _block_gradients(terms, blocks, setup)
@@ -535,7 +536,8 @@ def _shards(setup: Setup, stage: int) -> tuple[float, str]:
     return shards, f" / {over} (ZeRO {setup.zero})"
 
 
-def _states(trained: float, setup: Setup) -> list[Term]:
+def _states(trained: float, setup: Setup, hidden: float = 0.0) -> list[Term]:
+    """Return the terms of gradients and optimizer states; hidden: the share of what trains that is in hidden matrices."""
     width, state = setup.trained_width, DTYPE_BYTES[setup.state_dtype]
     (g_shard, g_how), (o_shard, o_how) = _shards(setup, 2), _shards(setup, 1)
     terms = [Term("gradients", trained * width / g_shard, True, f"{trained:,.0f} x {width:.4g} bytes{g_how}")]
@@ -560,6 +562,10 @@ def _states(trained: float, setup: Setup) -> list[Term]:
                 f"{trained:,.0f} x 2 moments in 8 bits and their scales{o_how}",
             )
         )
+    elif setup.optimizer == "muon":
+        own, rest = hidden * trained, (1 - hidden) * trained
+        how = f"{own:,.0f} x momentum and {rest:,.0f} x 2 moments in {setup.state_dtype}{o_how}"
+        terms.append(Term("optimizer", (own + 2 * rest) * state / o_shard, setup.trained is None, how))
     elif setup.optimizer in OFFLOADING:
         terms.append(_offloaded(trained / o_shard, setup))
     # float32 weights are their own masters, and those of an offloading optimizer are on the host
@@ -615,7 +621,7 @@ def _with_step(
         if there:
             moments = [_with_gradients(m, full) for m in moments]
         # the optimizer meets all gradients, and no activation
-        scratch = _optimizer_scratch(shape, trained, setup)
+        scratch = _optimizer_scratch(shape, trained, recipe, setup)
         at_end = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: full, PASSING: scratch}
         moments.append(Moment("optimizer", full + scratch, at_end))
     peak = max(moments, key=lambda m: m.bytes)
@@ -729,14 +735,17 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
     return terms
 
 
-def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
+def _optimizer_scratch(shape: Shape, trained: float, recipe: Any, setup: Setup) -> float:
     """Return the bytes that the optimizer's step takes beside weights, gradients and states."""
     mine = trained / setup.shards_from(1)
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
-    if setup.optimizer == "adamw" and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:
-        return 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
-    return 0.0
+    scratch = 0.0
+    if setup.optimizer in ("adamw", "muon") and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:
+        scratch = 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
+    if setup.optimizer == "muon":
+        scratch = max([scratch, *(SCRATCH * each.n * each.k for each in hidden_matrices(shape, recipe))])
+    return scratch
 
 
 def _cache(shape: Shape, setup: Setup) -> Term:

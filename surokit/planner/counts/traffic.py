@@ -46,6 +46,7 @@ from surokit.planner.counts.flops import (
     placements,
 )
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
+from surokit.planner.counts.muon import NEWTON_SCHULZ, hidden_share, muon_step
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.offload.formulas import OFFLOADING
 
@@ -148,7 +149,7 @@ def loads(
             n = 1 if load.once else setup.accumulate
             yield replace(load, flop=load.flop * n, bytes=load.bytes * n, launches=load.launches * n)
     if setup.training and trained_parameters:
-        yield from _update(shape, setup, trained_parameters, step.tensors)
+        yield from _update(shape, recipe, setup, trained_parameters, step.tensors)
 
 
 class MicroBatch:
@@ -432,7 +433,7 @@ class MicroBatch:
         yield load("backward", "scale", 2 * e * gradients, 2)
 
 
-def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterator[Load]:
+def _update(shape: Shape, recipe: Any, setup: Setup, trained: float, tensors: int) -> Iterator[Load]:
     """Yield the loads at the end of a step: sums of the micro-batches' gradients, the gradients' norm, the optimizer."""
     e, state = DTYPE_BYTES[setup.dtype], DTYPE_BYTES[setup.state_dtype]
     foreach = max(-(-tensors // _TENSORS_A_LAUNCH), int(trained / _ELEMENTS_A_LAUNCH) + 1)
@@ -443,14 +444,20 @@ def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterato
     if not setup.in_backward:  # where there is never a whole gradient to take the norm of
         yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
     p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it
-    moments = {"adamw": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
+    moments = {"adamw": 4 * state, "muon": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
     moved = p + e + moments
     launches = -(-tensors // _TENSORS_8BIT) if setup.optimizer == "adamw8bit" else foreach
-    if setup.optimizer == "adamw" and state != e and not setup.master:
+    if setup.optimizer in ("adamw", "muon") and state != e and not setup.master:
         # torch's kernel wants one dtype: parameters and gradients are widened first, and parameters narrowed afterwards
         moved = (e + 4) + (e + 4) + 7 * 4 + (4 + e)
         launches = 3 * foreach
     if setup.optimizer in OFFLOADING:
         # hot columns; of the others the gradients on their way down and, at most every step, the weights that land
         moved = setup.hot * (3 * 8 + 2 * e) + (1 - setup.hot) * 4 * e
+    if setup.optimizer == "muon":
+        m, mine = muon_step(shape, recipe, setup.shards_from(1)), mine * (1 - hidden_share(shape, recipe))
+        yield Load(
+            "optimizer", "optimizer", "optimizer", NEWTON_SCHULZ, 1, m.flop, m.products_bytes, m.products_launches
+        )
+        yield Load("optimizer", "optimizer", "optimizer", "matrices", 1, 0.0, m.bytes, m.launches)
     yield Load("optimizer", "optimizer", "optimizer", setup.optimizer, 1, 0.0, moved * mine, launches)

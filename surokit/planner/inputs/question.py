@@ -33,7 +33,7 @@ from surokit.planner.offload.formulas import HOT, OFFLOADING, SLOTS
 from surokit.planner.times.cost import Price, RunSpec, read_price
 
 Logits = Literal["fused", "whole"]
-_OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", *OFFLOADING, "none")} | {"sgd": "none"}
+_OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", "muon", *OFFLOADING, "none")} | {"sgd": "none"}
 _WORDS: dict[str, tuple[Any, ...]] = {
     "attention": ("causal", "full"),
     "recompute": (None, *get_args(Recompute)),
@@ -253,6 +253,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
     gpus = arguments.integer("gpus", q.gpus, most=1e7)
     division = _read_division(q, shape, gpus, fusion)
+    _check_muon(optimizer, shape, division, q.training)
     prefetch = _read_prefetch(q.offload_weights, shape, device, q.training and not frozen(q.recipe), optimizer)
     if prefetch and gpus > 1 and q.zero > 1:
         raise ValueError(
@@ -315,6 +316,22 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
             f"{setup.offloads} on the host are planned of whole models: plan a model that is not {division.words}."
         )
     return replace(setup, graphs=False) if setup.offloads else setup
+
+
+def _check_muon(optimizer: str, shape: Shape | None, division: Division, training: bool) -> None:
+    """Raise ValueError where Muon's step cannot be planned."""
+    if optimizer != "muon" or not training:
+        return
+    if shape is None:
+        raise ValueError(
+            "Muon's states depend on which parameters are hidden matrices, and a number of parameters does not say: plan with a "
+            "config or a model."
+        )
+    if division.tensor > 1:
+        raise ValueError(
+            "Muon updates whole matrices, and tensor_parallel= gives each GPU a part of each: leave it out, or give "
+            "optimizer='adamw'."
+        )
 
 
 def _read_blocks(q: Question, shape: Shape | None, prefetch: int, recompute: Recompute) -> int | None:
@@ -399,6 +416,11 @@ def _read_prefetch(asked: bool | int | None, shape: Shape | None, device: str, t
         )
     if device == "cpu":
         raise ValueError("offload_weights needs a GPU: leave it out, or give gpu='H100' or the like.")
+    if trains and optimizer == "muon":
+        raise ValueError(
+            "Muon's products are not planned on the host, where offload_weights updates trained weights: give optimizer='adamw' "
+            "with offload_weights."
+        )
     if trains and optimizer in OFFLOADING:
         raise ValueError(
             "ZenFlow and OffloadAdamW take parameters of one device. Trained weights that offload_weights keeps on the host are "

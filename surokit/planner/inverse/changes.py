@@ -129,7 +129,8 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
         deferred = Change({"optimizer": "zenflow"}, "loss: deferred columns learn differently")
         if deferred.of(plan).memory.gib < plan.memory.gib:
             yield deferred
-    if s.training and plan.shape is not None and not elsewhere and s.gpus == 1:
+    updates_here = trains and s.optimizer == "muon"  # which no other optimizer does on the host
+    if s.training and plan.shape is not None and not elsewhere and s.gpus == 1 and not updates_here:
         changes: dict[str, Any] = {"offload_weights": True}
         costs = "time: the link, and blocks computed again (plan.streamed)"
         if trains:  # they are updated where they are

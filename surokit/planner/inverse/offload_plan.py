@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 #: The optimizer of each way, as a plan calls it; without offload it is the plan's own.
 _OPTIMIZERS: dict[Way, str] = {"synchronous": "offloadadamw", "zenflow": "zenflow"}
 _NOTHING = 1e4  # parameters: fewer are not worth a prediction
-_CLASSES = {"adamw": "surokit.AdamW", "adamw8bit": "surokit.AdamW8bit", "none": "torch.optim.SGD"}
+_CLASSES = {
+    "adamw": "surokit.AdamW",
+    "adamw8bit": "surokit.AdamW8bit",
+    "muon": "surokit.Muon",
+    "none": "torch.optim.SGD",
+}
 
 
 def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:

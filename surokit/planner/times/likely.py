@@ -28,6 +28,7 @@ from typing import Any
 from surokit.hardware.gpus import Gpu
 from surokit.planner.counts.communication import GPUS_A_NODE
 from surokit.planner.counts.memory import Engine, Setup
+from surokit.planner.counts.muon import NEWTON_SCHULZ
 from surokit.planner.offload.formulas import Host
 from surokit.planner.times.roofline import Estimate
 
@@ -218,6 +219,8 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
             found["tails"] += row.compute_ms * min(1.0, (gpu.sms or _SMS) * _TILE / (row.outputs or 1.0))
             found["short_inner"] += row.compute_ms * _STEP / (row.inner or 1.0)
             found["unhidden"] += max(0.0, memory_ms - row.compute_ms)
+        elif row.part == NEWTON_SCHULZ:  # the optimizer's products, at the rate of others
+            found["products"] += device_ms
         elif row.group == "attention":
             ms = row.flop / estimate.rates.products[None] / 1e9
             found["attention"] += ms

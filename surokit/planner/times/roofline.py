@@ -38,6 +38,7 @@ from surokit.planner.counts.flops import Compute, frozen, on_gpu, placements
 from surokit.planner.counts.flops import trained_parameters as count_trained
 from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
+from surokit.planner.counts.muon import muon_step
 from surokit.planner.counts.traffic import GROUPS, Load, MicroBatch, loads, step_flops
 from surokit.planner.inputs.shape import Shape
 
@@ -361,6 +362,9 @@ def _communication(
     node = max(1, gpus_a_node // division.gpus)
     trained, held = setup.experts
     weights = _weight_bytes(shape, recipe, width)
+    updates = 0.0
+    if setup.optimizer == "muon":
+        updates = muon_step(shape, recipe, setup.shards_from(1)).gathered
 
     def over(e: int, trains: float, holds: float, exchange: Exchange) -> Communication:
         """Count what is sent over 1 / e of the replicas, of these shares of what trains and of the weights."""
@@ -377,6 +381,7 @@ def _communication(
             between_gb_s=between_gb_s,
             gpus_a_node=max(1, node // e),
             exchange=exchange,
+            update_bytes=updates if e == 1 else 0.0,
         )
 
     if division.expert == 1:

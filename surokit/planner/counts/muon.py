@@ -1,0 +1,106 @@
+"""Count what sk.Muon takes of a step: which parameters are hidden matrices, the FLOPs of Newton-Schulz, bytes and kernels.
+
+A Newton-Schulz step of a matrix, turned so that it has m rows and n >= m columns, is X = a X + (b A + c A A) X with A = X X':
+
+    X X'                2 m^2 n FLOPs
+    A A                 2 m^3
+    (b A + c A A) X     2 m^2 n
+    a step              2 (2 n m^2 + m^3), of which sk.Muon takes 5 unless told otherwise
+
+A training step of T tokens computes 6 m n T FLOPs with the same matrix, so Muon adds (10 m + 5 m^2 / n) / (3 T): 5 m / T where the
+matrix is square. The rest of an update is operation by operation, which optim/muon.py has; the counts below are of its lines.
+
+Where ZeRO shards the states, each GPU gathers a matrix's update in bfloat16 and computes all of Newton-Schulz; experts are divided
+as whole matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from surokit.planner.counts.flops import frozen, placements, trained_parameters
+from surokit.planner.inputs.shape import Shape
+
+STEPS = 5
+NEWTON_SCHULZ = "Newton-Schulz"  # the part of a step
+_BF16 = 2  # bytes in which Newton-Schulz computes
+#: Bytes an element of the largest matrix that an update holds at its fullest: a weight or a gradient, a momentum and two more in
+#: float32 or less.
+SCRATCH = 14
+_LAUNCHES = 26 + 3 * STEPS  # operations on a matrix
+_MOVED = 130  # bytes an element of the operations beside the products: 126 to 134, by the dtypes
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A Hidden is one kind of hidden matrix [n, k] that trains, present `count` times; `expert` says whether it is an expert's."""
+
+    n: int
+    k: int
+    count: int
+    expert: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return self.n * self.k * self.count
+
+    @property
+    def flop(self) -> int:
+        """Return the FLOPs of Newton-Schulz on all of them, in an optimizer step."""
+        m, n = sorted((self.n, self.k))
+        return STEPS * 2 * (2 * n * m**2 + m**3) * self.count
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that Newton-Schulz reads and writes."""
+        m, n = sorted((self.n, self.k))
+        return STEPS * _BF16 * (3 * m * n + 4 * m**2) * self.count
+
+
+def hidden_matrices(shape: Shape, recipe: Any) -> tuple[Hidden, ...]:
+    """Return the matrices that Muon updates: those of the blocks, or of their adapters, without embeddings and head."""
+    found = []
+    for place in placements(shape, recipe):
+        w, expert = place.weight, place.weight.kind == "expert"
+        if w.kind == "head":
+            continue
+        if not frozen(recipe):
+            found.append(Hidden(w.n, w.k, w.count, expert))
+        elif place.rank:
+            found += [Hidden(place.rank, w.k, w.count, expert), Hidden(w.n, place.rank, w.count, expert)]
+    return tuple(found)
+
+
+def hidden_share(shape: Shape, recipe: Any) -> float:
+    """Return the share of the parameters that train which is in hidden matrices."""
+    trained = trained_parameters(shape, shape.parameters, recipe)
+    return sum(each.parameters for each in hidden_matrices(shape, recipe)) / trained if trained else 0.0
+
+
+@dataclass(frozen=True)
+class MuonStep:
+    """A MuonStep is an update of hidden matrices on one GPU: FLOPs and bytes of Newton-Schulz, bytes of the rest, launches of each,
+    and the bytes of updates that ZeRO's GPUs gather (0 on one)."""
+
+    flop: float
+    products_bytes: float
+    bytes: float
+    products_launches: float
+    launches: float
+    gathered: float
+
+
+def muon_step(shape: Shape, recipe: Any, shards: float) -> MuonStep:
+    """Count an update; shards: GPUs over which ZeRO divides the states."""
+    every = hidden_matrices(shape, recipe)
+    here = [(each, 1 / shards if each.expert else 1.0) for each in every]
+    matrices = sum(each.count * share for each, share in here)
+    return MuonStep(
+        flop=sum(each.flop * share for each, share in here),
+        products_bytes=sum(each.bytes * share for each, share in here),
+        bytes=_MOVED * sum(each.parameters for each in every) / shards,
+        products_launches=3 * STEPS * matrices,
+        launches=(_LAUNCHES - 3 * STEPS) * matrices,
+        gathered=_BF16 * sum(each.parameters for each in every if not each.expert) if shards > 1 else 0.0,
+    )
