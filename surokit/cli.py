@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from surokit.planner.inverse.recipe_choice import RecipeChoice
     from surokit.planner.planning import Plan
     from surokit.racing.comparability import Difference
+    from surokit.recipe import Init, Recipe
 
 
 class _Parser(argparse.ArgumentParser):
@@ -267,6 +268,11 @@ def _add_race(race: argparse.ArgumentParser) -> None:
     race.add_argument("--recipes", nargs="+", default=["bf16", "fp8"], metavar="NAME", help="the first is the baseline")
     race.add_argument("--lora", type=_number, metavar="RANK", help="train an adapter over every recipe's frozen base")
     race.add_argument(
+        "--lora-init",
+        choices=("kaiming", "loftq"),
+        help="how adapters begin: kaiming, or over stored weights with what storing them lost (kaiming)",
+    )
+    race.add_argument(
         "--model", metavar="FOLDER", help="a folder or a model of the Hub; a small one of its own without"
     )
     race.add_argument("--text", metavar="FILE", help="what to train on; a built-in text without")
@@ -493,8 +499,8 @@ def _race(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
     recipes = {name: find_recipe(name) for name in arguments.recipes}
-    if arguments.lora is not None:
-        recipes = {name: recipe.lora(rank=arguments.lora) for name, recipe in recipes.items()}
+    if arguments.lora is not None or arguments.lora_init is not None:
+        recipes = _with_adapters(recipes, arguments.lora, arguments.lora_init)
     if arguments.model is not None:
         model = sk.load(arguments.model, dtype=torch.bfloat16, device=None)
         tokenizer = sk.load_tokenizer(arguments.model)
@@ -524,6 +530,8 @@ def _race(arguments: argparse.Namespace) -> int:
     options = {name: given[name] for name in named if name in given}
     if "steps" not in options:
         options.setdefault("minutes", 1)
+    if arguments.lora_init == "loftq":
+        options["allow"] = ("weights",)  # each storage loses something else, with which its adapters begin
     try:
         race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=sk.AdamW(lr=lr), **options)
     except sk.racing.UnequalWork as error:
@@ -559,6 +567,21 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         found = compare_races(then, Race.load(folder))
     print(f"\n{found}")
     return 0 if found.holds else 1
+
+
+def _with_adapters(recipes: Mapping[str, Recipe], rank: int | None, init: Init | None) -> dict[str, Recipe]:
+    """Return the recipes with an adapter of this rank, initialized so where they store weights; without a rank, those that have one
+    keep its rank."""
+    if init == "loftq" and not any(recipe.storage for recipe in recipes.values()):
+        raise ValueError(
+            f"--lora-init loftq is for recipes that store weights, and {', '.join(recipes)} stores none: race qfp8 or qnf4 too."
+        )
+    adapted = dict(recipes)
+    for name, recipe in recipes.items():
+        own = recipe.adapter.rank if rank is None and recipe.adapter else rank
+        if own is not None:
+            adapted[name] = recipe.lora(own, init=init if init and recipe.storage else "kaiming")
+    return adapted
 
 
 def _check_names(names: Sequence[str]) -> None:

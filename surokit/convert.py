@@ -41,11 +41,12 @@ from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import Precision
+from surokit.nn.loftq import added_up
 from surokit.places import check_module
 from surokit.prequantized import library_of
 from surokit.product import computes
 from surokit.quantizer import Quantizer
-from surokit.recipe import BF16, PROJECTIONS, Recipe, count_blocks, find_recipe
+from surokit.recipe import BF16, PROJECTIONS, Lora, Recipe, count_blocks, find_recipe
 from surokit.report import LayerReport, LeftReport, Report
 from surokit.speed import PlannedSpeed, plan_layer
 from surokit.takeover import Came, notes_of, read, take_over
@@ -70,7 +71,8 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     gpu: whose peaks the report plans the layers' times by, for a step of `tokens`: a name such as "H100", by default the one that
     the model is on.
 
-    Raises ValueError for an unknown recipe name or GPU, a model without linear layers, or an adapter whose targets match none;
+    Raises ValueError for an unknown recipe name or GPU, a model without linear layers, an adapter whose targets match none, or one
+    that is to begin with what quantizing lost (init="loftq") where a weight is stored already or has no values;
     TypeError for stored weights that a cast has spoilt. The model is then as it was.
     """
     check_module(model, "apply")
@@ -90,7 +92,7 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     adapted = _to_adapt(model, recipe, found)
     dtype = dtype_of(model)
     for name, layer in found:
-        _check(name, layer, recipe, blocks, dtype, came.get(name))
+        _check(name, layer, recipe, blocks, dtype, came.get(name), name in adapted)
     histories_before = any(bank.cursor.device.type != "meta" and int(bank.cursor) for bank in banks_of(model))
     stored_before = sum(isinstance(layer, OwnLayer) and layer.storage is not None for _, layer in found)
     adapted_before = any(is_adapter(name) for name, _ in model.named_parameters())
@@ -218,11 +220,23 @@ def _of_adapters(recipe: Recipe, adapted: set[str], layers: Sequence[tuple[str, 
     held = [layer for name, layer in layers if name in adapted]
     trained = sum(p.numel() for layer in held for p in adapter_of(layer))
     notes = [f"{len(held)} adapters of rank {recipe.adapter.rank}: {trained:,} numbers train"]
+    if recipe.adapter.fits_errors:
+        notes.append(_of_loftq(recipe.adapter, held))
     met = {target for name in adapted for target in recipe.adapter.meant(name)}
     idle = [target for target in recipe.adapter.targets if target not in met]
     if idle and recipe.adapter.targets != PROJECTIONS:
         notes.append(f"the adapter's target {', '.join(idle)} matches no layer")
     return notes
+
+
+def _of_loftq(lora: Lora, held: Sequence[OwnLayer]) -> str:
+    """Return how much of what quantizing lost the adapters took up when they were made."""
+    fitted = [layer.taken_up for layer in held if layer.taken_up is not None]
+    if not fitted:
+        return "LoftQ: no adapter began with a quantization error; those that were there stay, and a weight in bf16 has none"
+    others = f"; {len(held) - len(fitted)} begin without it" if len(fitted) < len(held) else ""
+    share = added_up(fitted).share
+    return f"LoftQ: {len(fitted)} adapters of rank {lora.rank} take up {share:.1%} of the squared quantization error{others}"
 
 
 def _of_keeping(model: nn.Module) -> str:
@@ -302,7 +316,9 @@ def roll_scales(model: nn.Module) -> None:
 # -- one layer
 
 
-def _check(name: str, layer: Layer, recipe: Recipe, blocks: int, dtype: torch.dtype, came: Came | None) -> None:
+def _check(
+    name: str, layer: Layer, recipe: Recipe, blocks: int, dtype: torch.dtype, came: Came | None, adapt: bool
+) -> None:
     """Raise what `_convert` would; its storage meets a matrix of the weight's kind without data."""
     why = skip_reason(name, layer, recipe, blocks)
     stored = came.weight.quantizer if came else _stored_in(layer)
@@ -311,6 +327,23 @@ def _check(name: str, layer: Layer, recipe: Recipe, blocks: int, dtype: torch.dt
         trial = Linear(1, 1, device="meta")
         trial.weight = nn.Parameter(torch.empty(1, layer.in_features, dtype=kind, device="meta"), requires_grad=False)
         trial.store(recipe.storage)
+    has_adapter = isinstance(layer, OwnLayer) and layer.has_adapter
+    if adapt and not why and not has_adapter and recipe.adapter and recipe.adapter.fits_errors:
+        _check_loftq(name, layer, stored)
+
+
+def _check_loftq(name: str, layer: Layer, stored: Quantizer | None) -> None:
+    """Raise ValueError where it is not known what quantizing the weight loses."""
+    if stored is not None:
+        raise ValueError(
+            f'{name} is stored already, in {stored}, and what quantizing it lost is not known any more: for init="loftq" apply the '
+            "recipe to a model whose weights are not quantized, or leave the init out."
+        )
+    if layer.weight.is_meta:
+        raise ValueError(
+            f'{name} has no values yet (it is on the meta device), and init="loftq" begins with what quantizing them loses: load '
+            "the model on a device, or leave the init out."
+        )
 
 
 def _stored_in(layer: Layer) -> Quantizer | None:
@@ -341,17 +374,18 @@ def _convert(
     if recipe.storage and not why and embedded:
         why = "shares its weight with an embedding"
     wanted = None if why else recipe.storage
+    lora = recipe.adapter if adapt and not layer.has_adapter else None
     again = False
     if layer.storage != wanted and wanted:
-        again = layer.store(wanted)
+        again = store(name, layer, wanted, lora, dtype)
     elif layer.storage != wanted:
         layer.set_dense(layer.dense_weight(dtype), trainable)
     products = on_device(recipe, layer.weight.device)
     if not why and products.quantized_products:
         layer.precision = Precision(products)
     layer.keep_decoded(bool(recipe.keeps_decoded))
-    if recipe.adapter and adapt and not layer.has_adapter:
-        layer.add_adapter(recipe.adapter, dtype)
+    if lora is not None and not layer.has_adapter:
+        layer.add_adapter(lora, dtype)
     return LayerReport(
         layer=name,
         shape=shape_of(layer),
@@ -363,7 +397,23 @@ def _convert(
         planned_speed=planned_speed(layer, recipe),
         decoded=_decoded_bytes(layer, dtype) if layer.keeps_now else 0,
         again=again,
+        taken_up=layer.taken_up.share if layer.taken_up else None,
     )
+
+
+def store(name: str, layer: OwnLayer, storage: Quantizer, lora: Lora | None, dtype: torch.dtype) -> bool:
+    """Store the weight of a layer, and give it the adapter `lora` where that begins with what this loses (init="loftq").
+
+    Returns whether the weight was stored in another way before and had to be quantized again. dtype: of the adapter. Raises
+    ValueError where it is not known what is lost.
+    """
+    if lora is None or not lora.fits_errors:
+        return layer.store(storage)
+    _check_loftq(name, layer, layer.storage)
+    original = layer.dense_weight()
+    again = layer.store(storage)
+    layer.add_adapter(lora, dtype, original)
+    return again
 
 
 def keep_decoded(model: nn.Module) -> str:

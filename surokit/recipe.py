@@ -20,12 +20,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from surokit.formats import E2M1, E4M3, E5M2, NF4, Kind
 from surokit.quantizer import EDEN_BLOCK, MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, kind_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Init: TypeAlias = Literal["kaiming", "loftq"]  # how an adapter is initialized
 # the operands of each product, in the order they are written above
 ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}
 
@@ -69,11 +70,16 @@ class Gemm:
 @dataclass(frozen=True)
 class Lora:
     """A Lora is a low-rank adapter (Hu et al., 2021): y + alpha / rank * B A x, with A and B in the model's dtype, never
-    quantized."""
+    quantized.
+
+    init: how A and B begin. "kaiming" is A Kaiming-uniform and B zero, so that y is unchanged at first. "loftq" is, over stored
+    weights, the best approximation of this rank to what quantizing them lost (surokit/nn/loftq.py).
+    """
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = PROJECTIONS
+    init: Init = "kaiming"
 
     def __post_init__(self) -> None:
         if not _whole(self.rank):
@@ -82,6 +88,19 @@ class Lora:
             raise ValueError(f"lora(rank={self.rank}): the rank is at least 1.")
         if not self.targets or not all(isinstance(target, str) for target in self.targets):
             raise ValueError('lora(targets=...) takes the names of layers, for example ("q_proj", "v_proj").')
+        if self.init not in get_args(Init):
+            raise ValueError(
+                f"lora(init={self.init!r}): adapters are initialized by one of {', '.join(get_args(Init))}."
+            )
+        if self.fits_errors and not self.alpha > 0:
+            raise ValueError(
+                f'lora(alpha={self.alpha:g}, init="loftq"): alpha is above 0, since A and B are divided by it.'
+            )
+
+    @property
+    def fits_errors(self) -> bool:
+        """Return whether adapters over stored weights begin with what storing these lost."""
+        return self.init == "loftq"
 
     def meant(self, name: str) -> tuple[str, ...]:
         """Return which of the targets mean the layer of this name: the end of its path, or a pattern for it."""
@@ -206,6 +225,11 @@ class Recipe:
             raise TypeError(f"{self.name}: storage is a surokit.Quantizer or None, not {self.storage!r}.")
         if self.storage is not None:
             self.storage.check_stores()
+        if self.adapter and self.adapter.fits_errors and self.storage is None:
+            raise ValueError(
+                f'{self.name}: init="loftq" is for adapters over stored weights, and this recipe stores none: take one that does, '
+                'as surokit.QNF4.lora(init="loftq"), or call store() before lora().'
+            )
         quantizers = [q for gemm in self.gemms for q in (gemm.a, gemm.b) if q and isinstance(q.scaling, PerTensor)]
         lengths = {q.scaling.history for q in quantizers if isinstance(q.scaling, PerTensor) and q.scaling.history}
         if len(lengths) > 1:
@@ -306,13 +330,15 @@ class Recipe:
             raise ValueError(f"keep_slower(tokens={tokens}): a step has at least one token.")
         return self._each(lambda r: replace(r, pays=Pays(tokens, gpu)))
 
-    def lora(self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Recipe:
+    def lora(
+        self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS, init: Init = "kaiming"
+    ) -> Recipe:
         """Return the same recipe with a frozen base and a low-rank adapter on `targets`: the ends of layers' paths, or patterns.
 
-        y gets alpha / rank * B A x, without dropout.
+        y gets alpha / rank * B A x, without dropout. init="loftq" begins with what storing the weights lost; see `Lora`.
         """
         targets = (targets,) if isinstance(targets, str) else targets
-        adapter = Lora(rank, float(alpha), tuple(targets or ()))
+        adapter = Lora(rank, float(alpha), tuple(targets or ()), init)
         return self._each(lambda r: replace(r, adapter=adapter))
 
     def store(self, storage: Quantizer | Recipe) -> Recipe:
@@ -404,6 +430,11 @@ class Recipe:
         return deciding if deciding and deciding.action == "keep" else None
 
     @property
+    def without_values(self) -> Recipe:
+        """Return the recipe for a model whose adapters get their values from elsewhere: none are computed of what storing lost."""
+        return replace(self, adapter=replace(self.adapter, init="kaiming")) if self.adapter else self
+
+    @property
     def numbers(self) -> Recipe:
         """Return the recipe without what changes no number: whether decoded weights are kept."""
         return self._each(lambda r: replace(r, keeps_decoded=None))
@@ -432,7 +463,7 @@ class Recipe:
         if self.storage and self.keeps_decoded:
             body += ", decoded once"
         if self.adapter:
-            body += f"   LoRA r={self.adapter.rank}"
+            body += f"   LoRA r={self.adapter.rank}" + " LoftQ" * self.adapter.fits_errors
         return body
 
     def __str__(self) -> str:

@@ -29,6 +29,9 @@ class LayerReport:
     planned_speed: float | None = None  # of the recipe's products, bf16 is 1; where the recipe says `keep_slower`
     again: bool = False  # its weight was stored in another way, and both roundings count
     came: str = ""  # which library had quantized the weight, and how
+    taken_up: float | None = (
+        None  # share of the squared quantization error that the adapter began with; where LoftQ made it
+    )
 
     @property
     def experts(self) -> int:
@@ -83,7 +86,8 @@ class Report:
 
     def frame(self) -> pd.DataFrame:
         """Return a DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; planned_speed (bf16 is 1)
-        where the recipe says `keep_slower`, and came where another library had quantized weights.
+        where the recipe says `keep_slower`, taken_up (a share) where LoftQ initialized adapters, and came where another library had
+        quantized weights.
         """
         import pandas as pd
 
@@ -92,6 +96,8 @@ class Report:
         frame = pd.DataFrame(rows, columns=columns)
         if self.recipe.pays:
             frame["planned_speed"] = [r.planned_speed for r in self.rows]
+        if any(r.taken_up is not None for r in self.rows):
+            frame["taken_up"] = [r.taken_up for r in self.rows]
         if any(r.came for r in self.rows):
             frame["came"] = [r.came for r in self.rows]
         return frame

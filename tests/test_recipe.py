@@ -11,9 +11,43 @@ def test_every_named_recipe_survives_as_plain_data():
     for name, recipe in sk.recipes.items():
         assert recipe.name == name
         derived = recipe.keep("layers.0.*").keep_last(share=0.15).lora(rank=4).keep_small(64).keep_slower(8192, "H100")
-        for r in (recipe, derived):
+        fitted = [recipe.lora(rank=4, init="loftq")] if recipe.storage else []
+        for r in (recipe, derived, *fitted):
             assert Recipe.from_dict(r.to_dict()) == r
             assert hash(Recipe.from_dict(r.to_dict())) == hash(r)
+
+
+def test_an_adapter_of_an_older_version_begins_as_it_did():
+    data = sk.QNF4.lora(rank=4).to_dict()
+    del data["adapter"]["init"]
+    assert Recipe.from_dict(data) == sk.QNF4.lora(rank=4)
+    assert sk.QNF4.adapter == sk.Lora(init="kaiming")
+
+
+def test_how_adapters_begin_is_part_of_the_recipe():
+    fitted = sk.QNF4.lora(rank=8, init="loftq")
+    assert fitted != sk.QNF4.lora(rank=8)
+    assert (
+        str(fitted)
+        == "qnf4   y = x W'   dx = dy W   W: frozen in nf4 blocks of 64, double   LoRA r=8 LoftQ   bf16: lm_head"
+    )
+    assert fitted.without_values == sk.QNF4.lora(rank=8)
+    assert sk.FP8.without_values == sk.FP8
+    assert sk.FP4.store(sk.QNF4).lora(init="loftq").store(sk.QFP8).adapter == sk.Lora(init="loftq")
+
+
+@pytest.mark.parametrize("recipe", [sk.BF16, sk.FP8], ids=lambda r: r.name)
+def test_without_storage_there_is_no_error_to_begin_with(recipe):
+    with refused(ValueError):
+        recipe.lora(init="loftq")
+
+
+@pytest.mark.parametrize(
+    "options", [{"init": "pissa"}, {"init": "loftq", "alpha": 0}, {"init": "loftq", "alpha": -1.0}], ids=str
+)
+def test_a_beginning_that_there_is_not(options):
+    with refused(ValueError):
+        sk.QNF4.lora(**options)
 
 
 def test_deriving_leaves_the_original_alone():

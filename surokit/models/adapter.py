@@ -78,6 +78,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        "init_lora_weights": True,  # whatever A and B began with: another word would have PEFT change the base when it loads them
     }
     if experts:
         config["target_parameters"] = sorted({within_block(name) for name in experts})

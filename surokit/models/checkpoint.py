@@ -44,7 +44,7 @@ from surokit.nn.linear import Linear
 from surokit.places import check_dtype, check_values, find_device
 from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
-from surokit.recipe import Recipe, find_recipe
+from surokit.recipe import Lora, Recipe, find_recipe
 
 OnLinearLoaded = Callable[[str, Linear], None]
 
@@ -87,9 +87,13 @@ def load(
     def storage_of(name: str, layer: OwnLayer) -> Quantizer | None:
         return _storage_for(recipe, config, name, layer)
 
-    for _, _, layers in _filled(model, path, layout, target, storage_of):
+    def storage_while_read(name: str, layer: OwnLayer) -> Quantizer | None:
+        return None if _fitted(recipe, name) else storage_of(name, layer)  # the adapter wants what quantizing loses
+
+    for _, _, layers in _filled(model, path, layout, target, storage_while_read):
         for name, layer in layers.items():
-            if (storage := storage_of(name, layer)) and layer.store(storage):
+            storage = storage_of(name, layer)
+            if storage and convert.store(name, layer, storage, _fitted(recipe, name), dtype):
                 again.append(name)  # it was quantized before in another way
             if not isinstance(layer, Linear):
                 continue
@@ -294,6 +298,12 @@ def _ignored(name: str, config: DecoderConfig, layout: Layout | None) -> bool:
     if layout is not None and name.endswith(_CALIBRATED):
         return True
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name.startswith("lm_head.weight"))
+
+
+def _fitted(recipe: Recipe | None, name: str) -> Lora | None:
+    """Return the adapter that this layer gets where it begins with what storing the weight loses."""
+    lora = recipe.adapter if recipe is not None else None
+    return lora if lora and lora.fits_errors and lora.meant(name) else None
 
 
 def _storage_for(recipe: Recipe | None, config: DecoderConfig, name: str, layer: OwnLayer) -> Quantizer | None:

@@ -3,6 +3,7 @@
 linear.py        Linear: a layer with a recipe, a stored weight, an adapter
 linear_gemms.py  its three products, and what each operand is quantized to
 experts.py       the experts of a layer of transformers: an ExpertsLinear for each of their weights
+loftq.py         first values of adapters that begin with what quantizing a weight lost
 drawn.py         first values of adapters that have no memory yet
 gathered.py      a weight of a sharded model, gathered as codes
 delayed.py       amax histories of delayed scaling, for all layers of a model

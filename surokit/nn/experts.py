@@ -35,6 +35,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from surokit.nn.drawn import note_drawn
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
+from surokit.nn.loftq import TakenUp, added_up, take_up
 from surokit.nn.swiglu import swiglu
 from surokit.nn.weight_cache import KeepsDecoded
 from surokit.quantized import Quantized, quantize
@@ -346,6 +347,8 @@ class ExpertsLinear(KeepsDecoded):
     The parameters are the module's, under the weight's name; this has what a Linear holds beside its own.
     """
 
+    taken_up: TakenUp | None = None  # by all adapters, where they began with what quantizing the weights lost
+
     def __init__(self, module: nn.Module, name: str, shape_ENK: tuple[int, int, int] | None = None) -> None:
         self.name = name
         self.transposed = bool(getattr(module, "is_transposed", False))  # the parameter is [E, K, N]
@@ -488,7 +491,7 @@ class ExpertsLinear(KeepsDecoded):
             for name in self._scale_names(self.storage):
                 if name in self.module._parameters:
                     delattr(self.module, name)
-            self.storage = self.kept = None
+            self.storage = self.kept = self.taken_up = None
 
     def _scale_names(self, storage: Quantizer) -> tuple[str, ...]:
         """Return what the scales are called: `weight_scale_inv` of a Linear is `down_proj_scale_inv` here."""
@@ -570,10 +573,11 @@ class ExpertsLinear(KeepsDecoded):
         """Return the rank of the adapter, 0 without one."""
         return self.lora_A.shape[1] if self.has_adapter else 0
 
-    def add_adapter(self, lora: Lora, dtype: torch.dtype | None = None) -> None:
+    def add_adapter(self, lora: Lora, dtype: torch.dtype | None = None, original: Tensor | None = None) -> None:
         """Add y += alpha / rank * B A x for each expert, A Kaiming-uniform and B zero, so that y is unchanged at first.
 
-        A and B take `dtype`; without it the weight's own, or bfloat16 where the weight is stored.
+        A and B take `dtype`; without it the weight's own, or bfloat16 where the weight is stored. original: the weights [E, N, K]
+        as they were before they were stored, with which each expert's A and B begin as LoftQ says.
         """
         dtype = dtype or (torch.bfloat16 if self.storage else self.weight.dtype)
         device = self.weight.device
@@ -585,6 +589,13 @@ class ExpertsLinear(KeepsDecoded):
         if device.type == "meta":
             note_drawn(self.module.lora_A, self.name, a_ErK)
             note_drawn(self.module.lora_B, self.name, torch.zeros(b_ENr.shape))
+        if original is not None:
+            taken = []
+            for expert, w_NK in enumerate(original.detach()):
+                error_NK = w_NK.float() - self.stored_of(expert).dequantize(torch.float32)
+                a_rK, b_Nr = self.lora_A.detach()[expert], self.lora_B.detach()[expert]
+                taken.append(take_up(error_NK, a_rK, b_Nr, lora.alpha / lora.rank))
+            self.taken_up = added_up(taken)
 
     def _set_adapter(self, a_ErK: nn.Parameter, b_ENr: nn.Parameter, alpha: float) -> None:
         module = self.module
@@ -599,6 +610,7 @@ class ExpertsLinear(KeepsDecoded):
         del module.lora_A[self.name], module.lora_B[self.name]
         if not len(module.lora_A):
             del module.lora_A, module.lora_B
+        self.taken_up = None
 
     @torch.no_grad()
     def merge_adapter(self, requantize: bool = False, keep: bool = True) -> None:

@@ -22,6 +22,7 @@ from surokit import kernels
 from surokit.nn.drawn import note_drawn
 from surokit.nn.gathered import Gathered, of_no_tokens
 from surokit.nn.linear_gemms import SLOTS, Precision, storage_key_of, three_products
+from surokit.nn.loftq import TakenUp, take_up
 from surokit.nn.weight_cache import KeepsDecoded, QuantizedWeightCache
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
@@ -112,6 +113,7 @@ class Linear(nn.Linear, KeepsDecoded):
     slots = len(SLOTS)  # of histories that delayed scaling wants
     compute_dtype: torch.dtype | None = None  # of its products, whatever x has, where another library said so
     lora_alpha: float = 0.0
+    taken_up: TakenUp | None = None  # by the adapter, where it began with what quantizing the weight lost
     _before: _BeforeMerging | None = None
     frozen: QuantizedWeightCache | None = None  # codes of its weight and its siblings', where a stage keeps them
     plans: list[StagePlan] | None = None  # of the stage whose first layer it is, one for each way to call it
@@ -217,7 +219,7 @@ class Linear(nn.Linear, KeepsDecoded):
         if self.storage is not None:
             for name in self.storage.scaling.stored_as:
                 self._parameters.pop(name, None)
-            self.storage = self.kept = self.compute_dtype = None
+            self.storage = self.kept = self.compute_dtype = self.taken_up = None
             self.storage_key = ""
 
     @property
@@ -258,10 +260,11 @@ class Linear(nn.Linear, KeepsDecoded):
         """Return the rank of the adapter, 0 without one."""
         return self.lora_A.out_features if self.has_adapter else 0
 
-    def add_adapter(self, lora: Lora, dtype: torch.dtype | None = None) -> None:
+    def add_adapter(self, lora: Lora, dtype: torch.dtype | None = None, original: Tensor | None = None) -> None:
         """Add y += alpha / rank * B A x: A Kaiming-uniform, B zero as in Hu et al. (2021), so that y is unchanged at first.
 
-        A and B take `dtype`; without it the weight's own, or bfloat16 where the weight is stored.
+        A and B take `dtype`; without it the weight's own, or bfloat16 where the weight is stored. original: the weight [N, K] as it
+        was before it was stored, with which A and B begin as LoftQ says.
         """
         dtype = dtype or (torch.bfloat16 if self.storage else self.weight.dtype)
         device = self.weight.device
@@ -279,10 +282,14 @@ class Linear(nn.Linear, KeepsDecoded):
         self.lora_alpha = lora.alpha
         self.lora_A.requires_grad_(True)
         self.lora_B.requires_grad_(True)
+        if original is not None:
+            error_NK = original.detach().float() - self.dense_weight(torch.float32)
+            self.taken_up = take_up(error_NK, self.lora_A.weight, self.lora_B.weight, lora.alpha / lora.rank)
 
     def remove_adapter(self) -> None:
         """Drop the adapter without merging it."""
         del self.lora_A, self.lora_B
+        self.taken_up = None
 
     @torch.no_grad()
     def merge_adapter(self, requantize: bool = False, keep: bool = True) -> None:

@@ -39,7 +39,7 @@ from surokit.train.resharding import (
     optimizer_parts,
     parameters_by_name,
 )
-from surokit.train.setup import check_recipe, rebuild_model
+from surokit.train.setup import apply_saved, check_recipe, rebuild_model
 from surokit.units import counted
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     own = recipe_of(model)
     # a recipe that differs only in what is kept of decoded weights gives way to the one that was asked for
     if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
-        convert.apply(model, given)
+        apply_saved(model, given)
     if meta.get("fusion") and fusion_of(model) is None:
         fuse(model, Fusion(**meta["fusion"]))
     return model

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from surokit import convert
+from surokit.applied import note_recipe
 from surokit.optim.spec import Spec
 from surokit.optim.tensors import is_sharded
 from surokit.parallel.layout import Parallel
@@ -332,11 +333,17 @@ def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> n
     dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
     model.to(dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.meta["recipe"]:
-        convert.apply(model, Recipe.from_dict(found.meta["recipe"]))
+        apply_saved(model, Recipe.from_dict(found.meta["recipe"]))
     trainable = set(found.meta["trainable"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
     return model
+
+
+def apply_saved(model: nn.Module, recipe: Recipe) -> None:
+    """Apply the recipe of a checkpoint, which has the values of adapters, so that none are computed of this model's weights."""
+    convert.apply(model, recipe.without_values)
+    note_recipe(model, recipe)
 
 
 def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:

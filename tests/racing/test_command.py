@@ -6,6 +6,7 @@ import inspect
 import os
 import runpy
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,28 @@ def test_a_race_of_a_script_is_not_reproduced_without_it(tmp_path, capsys, make)
     assert race.command is None
     assert cli.main(["reproduce", str(tmp_path / "race")]) == 2
     assert "rerun(model=..., data=...)" in capsys.readouterr().err
+
+
+def test_how_adapters_begin(monkeypatch, capsys, text):
+    asked: dict[str, object] = {}
+
+    def race(recipes, *, allow=(), **options):
+        asked.update(recipes=recipes, allow=allow)
+        return SimpleNamespace(run_dir=None, reason="done")
+
+    monkeypatch.setattr(sk, "race", race)
+    command = ["race", *SMALL, *text, "--lora-init"]
+    assert cli.main([*command, "loftq", "--lora", "2", "--recipes", "bf16", "qnf4"]) == 0
+    assert asked == {
+        "recipes": {"bf16": sk.BF16.lora(rank=2), "qnf4": sk.QNF4.lora(rank=2, init="loftq")},
+        "allow": ("weights",),
+    }
+    assert cli.main([*command, "loftq", "--recipes", "fp8", "qfp8"]) == 0
+    assert asked["recipes"] == {"fp8": sk.FP8, "qfp8": sk.QFP8.lora(init="loftq")}
+    assert cli.main([*command, "kaiming", "--recipes", "qfp8"]) == 0
+    assert asked == {"recipes": {"qfp8": sk.QFP8}, "allow": ()}
+    assert cli.main([*command, "loftq", "--recipes", "bf16", "fp8"]) == 2
+    assert "--lora-init loftq is for recipes that store weights" in capsys.readouterr().err
 
 
 def test_it_is_run_again_from_anywhere_and_overwrites_nothing(tmp_path, capsys, monkeypatch, text):

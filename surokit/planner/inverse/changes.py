@@ -202,10 +202,10 @@ def _smaller_weights(plan: Plan) -> Iterator[Change]:
             continue
         lora = _lora_text(adapter) if adapter != Lora() else ""
         if own.quantized_products:
-            recipe = base.store(stored).lora(adapter.rank, adapter.alpha, adapter.targets)
+            recipe = replace(base.store(stored), adapter=adapter)
             how = f"{name}.store(sk.{storage}){lora or '.lora()'}"
         else:
-            recipe = stored.lora(adapter.rank, adapter.alpha, adapter.targets)
+            recipe = replace(stored, adapter=adapter)
             how = f"sk.{storage}{lora or ('.lora()' if plan.setup.training else '')}"
         costs = f"precision: the frozen weights in {stored.storage.bits:.3g} bits"
         trains = plan.setup.training and not frozen(own)
