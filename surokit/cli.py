@@ -270,7 +270,7 @@ def _add_race(race: argparse.ArgumentParser) -> None:
     race.add_argument(
         "--lora-init",
         choices=("kaiming", "loftq"),
-        help="how adapters begin: kaiming, or over stored weights with what storing them lost (kaiming)",
+        help="how adapters begin: kaiming, or over stored weights with their quantization error (kaiming)",
     )
     race.add_argument(
         "--model", metavar="FOLDER", help="a folder or a model of the Hub; a small one of its own without"

@@ -41,6 +41,8 @@ _PLAIN = {
     "modules_to_save": ([], None),
     "layer_replication": ([], None),
 }
+# initializations for which PEFT takes the first B A out of the base
+_OUT_OF_BASE = ("pissa", "olora", "corda", "lora_ga")
 
 
 def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) -> Path:
@@ -104,8 +106,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
     Adapters that are there already are replaced. Parameters take the dtype of the layer, the model's over a stored weight.
 
-    Raises FileNotFoundError for a missing folder or file, CheckpointError for tensors that do not fit the model (all are named)
-    or settings other than plain LoRA (rank-stabilized scaling is fine).
+    Raises FileNotFoundError for a missing folder or file, CheckpointError for tensors that do not fit the model (all are named),
+    settings other than plain LoRA (rank-stabilized scaling is fine), or an initialization for which PEFT changed the base.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -232,6 +234,11 @@ def _plain_lora(config: dict[str, Any], folder: Path) -> Lora:
     if odd:
         raise CheckpointError(
             f"The adapter in {folder} is not a plain LoRA ({', '.join(odd)}), which is not supported."
+        )
+    if (init := str(config.get("init_lora_weights")).lower()).startswith(_OUT_OF_BASE):
+        raise CheckpointError(
+            f"The adapter in {folder} was initialized by {init}, for which PEFT changes the base: write it in PEFT with "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...), so that it fits the base as it was."
         )
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])

@@ -139,6 +139,16 @@ def test_adapters_that_do_not_fit(adapted, tmp_path):
         load_adapter(ours, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("init", ["pissa_niter_4", "olora"])
+def test_an_adapter_whose_base_peft_changed(adapted, tmp_path, init):
+    ours, _ = adapted
+    save_adapter(ours, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": init}))
+    with refused(CheckpointError):
+        load_adapter(ours, tmp_path / "adapter")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [({"peft_type": "IA3"}, "IA3"), ({"use_dora": True}, "use_dora=True"), ({"r": None}, "usable r")],

@@ -33,9 +33,14 @@ def test_it_is_the_best_approximation_of_its_rank(shape):
     U, S, V = torch.linalg.svd(error.double(), full_matrices=False)
     best = U[:, :rank] @ torch.diag(S[:rank]) @ V[:rank]
     torch.testing.assert_close(scale * (b @ a).double(), best, atol=1e-4, rtol=0)
-    # A and B share a singular value evenly, with alpha / rank divided out, and the largest number of each row of A is positive
-    for side in (a.norm(dim=1), b.norm(dim=0)):
-        torch.testing.assert_close(side.double(), (S[:rank] / scale).sqrt(), rtol=1e-4, atol=0)
+    # a row of A is as long as one that is drawn, and its largest number is positive; B has the rest, alpha / rank divided out
+    drawn = Linear(shape[1], 1)
+    drawn.add_adapter(Lora(64))
+    torch.testing.assert_close(
+        drawn.lora_A.weight.norm(dim=1).square().mean(), a.norm(dim=1).square().mean(), rtol=0.1, atol=0
+    )
+    torch.testing.assert_close(a @ a.t(), torch.eye(rank) / 3, rtol=0, atol=1e-5)
+    torch.testing.assert_close(b.norm(dim=0).double(), 3**0.5 * S[:rank] / scale, rtol=1e-4, atol=0)
     assert (a.gather(1, a.abs().argmax(1, keepdim=True)) > 0).all()
     # Eckart and Young: no other matrix of this rank leaves less than the rest of the singular values
     least = float((S[rank:] ** 2).sum())
