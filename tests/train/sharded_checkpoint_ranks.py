@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import surokit as sk
-from surokit.train import AdamW, AdamW8bit, CheckpointError, Session, Spec
+from surokit.train import AdamW, AdamW8bit, CheckpointError, Muon, Session, Spec
 from tests.train.ranks import shard
 from tests.train.toys import Toy, make_batches
 
@@ -65,6 +65,7 @@ CASES = {
     ),
     "qfp4": Case(sk.QFP4.lora(rank=4), Spec(AdamW, {"lr": 1e-3})),
     "8-bit": Case(sk.BF16, Spec(AdamW8bit, {"lr": 1e-3})),
+    "muon": Case(sk.BF16, Spec(Muon, {"lr": 1e-3})),
     "offload": Case(sk.BF16, _offload()),
     "zenflow": Case(sk.BF16, _zenflow()),
 }

@@ -58,7 +58,7 @@ from tests.train.toys import Toy, assert_same_state, make_batches, make_session
 TIMEOUT_S = 300
 MODULE = "tests.train.sharded_checkpoint_ranks"
 ALONG_ROWS = ("w_hot", "m_hot", "v_hot", "w", "m", "v", "acc", "out")  # of ZenFlow: a weight's rows are last
-AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "master")
+AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "master")
 CODED = {"exp_avg": "absmax", "exp_avg_sq": "absmax_sq"}
 OF_A_SHARD = ("key", *CODED.values())
 
