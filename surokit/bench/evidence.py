@@ -238,7 +238,7 @@ def train(run: Run, folder: Path, ends_at: float) -> dict[str, Any] | None:
     began, where = time.process_time(), folder / run.folder
     train_on, held_out = texts_of(run)
     session = _session(run, folder, train_on)
-    every = run.steps // POINTS
+    every, seconds = run.steps // POINTS, _add_seconds(where, 0.0)
     while session.steps < run.steps:
         stops = [run.steps, session.steps + CHUNK, every * (session.steps // every + 1)]
         stops += [run.forks_at] if session.steps < run.forks_at else []

@@ -4,9 +4,21 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, smoothing, steps_to
-from surokit.statistics import ROUNDS, Interval, bootstrap_interval, geometric_mean, spread, student_t, wilson_interval
+from surokit.statistics import (
+    ROUNDS,
+    Interval,
+    bootstrap_interval,
+    count_for_gate,
+    geometric_mean,
+    paired_gap,
+    power_of_gate,
+    spread,
+    student_t,
+    wilson_interval,
+)
 from tests.refusals import refused
 
 
@@ -137,3 +149,41 @@ def test_counts_that_are_no_share_are_refused():
     for right, total, level in ((3, 2, 0.95), (-1, 2, 0.95), (0, 0, 0.95), (1, 2, 1.0)):
         with refused(ValueError):
             wilson_interval(right, total, level)
+
+
+class TestPairedGaps:
+    def test_an_interval_and_a_p_value_are_those_of_student(self):
+        values = np.random.default_rng(1).normal(0.1, 0.2, 8).tolist()
+        gap = paired_gap(values)
+        expected = stats.ttest_1samp(values, 0.0)
+        assert gap.p == pytest.approx(expected.pvalue, rel=1e-9)
+        low, high = expected.confidence_interval()
+        assert [gap.low, gap.high] == pytest.approx([low, high])
+        assert gap.pairs == 8
+
+    def test_one_pair_has_no_interval_and_none_is_refused(self):
+        gap = paired_gap([0.5])
+        assert gap.mean == 0.5
+        assert math.isnan(gap.low)
+        assert math.isnan(gap.p)
+        assert paired_gap([0.25, 0.25]).p == 0.0
+        assert paired_gap([0.0, 0.0]).p == 1.0
+        with refused(ValueError):
+            paired_gap([])
+
+    @pytest.mark.parametrize(
+        ("values", "verdict"),
+        [([0.1, 0.11, 0.09], "inside"), ([0.9, 0.91, 0.89], "outside"), ([0.1, 0.4, -0.2], "undecided")],
+    )
+    def test_a_gate_is_decided_by_the_whole_interval(self, values, verdict):
+        assert paired_gap(values).within(0.25) == verdict
+
+    def test_the_power_of_a_gate_grows_with_pairs_and_falls_with_spread(self):
+        powers = [power_of_gate(0.25, 0.08, 0.18, n) for n in (1, 4, 8, 16)]
+        assert powers == sorted(powers)
+        assert powers[0] == 0.0
+        assert power_of_gate(0.25, 0.08, 0.09, 8) > powers[2]
+        n = count_for_gate(0.25, 0.08, 0.18)
+        assert n is not None
+        assert power_of_gate(0.25, 0.08, 0.18, n) >= 0.8 > power_of_gate(0.25, 0.08, 0.18, n - 1)
+        assert count_for_gate(0.25, 0.3, 0.1) is None

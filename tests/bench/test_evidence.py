@@ -1,0 +1,156 @@
+"""The study of losses: which runs it takes in which order, that a run goes on where a call ended, and what its table says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surokit as sk
+from surokit.bench import evidence
+from surokit.bench.evidence import SWITCHED, Run
+from tests.train.toys import make_batches
+
+TINY = evidence.Size("1M", 2, 32, 2, 48)
+FOREVER_S = 1e12
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study of tiny runs on numbers."""
+    monkeypatch.setattr(evidence, "SIZES", {"1M": TINY})
+    monkeypatch.setattr(evidence, "STEPS", 16)
+    monkeypatch.setattr(evidence, "TUNING_STEPS", 4)
+    monkeypatch.setattr(evidence, "WARMUP", 2)
+    monkeypatch.setattr(evidence, "POINTS", 4)
+    monkeypatch.setattr(evidence, "CHUNK", 3)
+    monkeypatch.setattr(evidence, "texts_of", texts_of)
+
+
+def texts_of(run: Run) -> tuple[Any, list[Any]]:
+    held_out = [make_batches(2, seed=90 + i) for i in range(1 if run.kind == "tuning" else 2)]
+    return make_batches(16, seed=run.seed), held_out
+
+
+def found_for(runs: list[Run], loss: float = 3.0) -> dict[str, dict[str, Any]]:
+    return {run.key: {"held_out": loss + run.lr, "curve": [[8, loss + run.lr]]} for run in runs}
+
+
+def test_sweeps_come_first_and_rates_are_chosen_by_them() -> None:
+    first = list(evidence.runs({}))
+    assert {run.kind for run in first} == {"sweep"}
+    assert len({run.key for run in first}) == len(first)
+    found = found_for(first)
+    then = [run for run in evidence.runs(found) if run.kind != "sweep"]
+    assert {run.kind for run in then} == {"scratch", "alone"}  # nothing is tuned before its base is there
+    assert all(run.lr == min(evidence.RATES[run.size]) for run in then)
+    assert SWITCHED not in [run.recipe for run in then]  # it goes on from fp4
+    found |= found_for(then)
+    rest = [run for run in evidence.runs(found) if run.key not in found]
+    assert {run.recipe for run in rest} == {SWITCHED, *evidence.FROZEN}
+    whole = found | found_for(rest)
+    assert all(run.key in whole for run in evidence.runs(whole))
+    seeds = {
+        size: {r.seed for r in evidence.runs(whole) if (r.kind, r.size) == ("scratch", size)} for size in evidence.SIZES
+    }
+    assert seeds == {size: set(range(count)) for size, count in evidence.SEEDS.items()}
+
+
+def test_the_best_rate_is_that_of_the_lowest_loss() -> None:
+    tried = [run for run in evidence.sweep("1M") if run.recipe == "fp4"]
+    found = found_for(tried)
+    found[tried[1].key]["held_out"] = 2.0
+    assert evidence.best_rate(found, "1M", "fp4") == tried[1].lr
+    del found[tried[0].key]
+    assert evidence.best_rate(found, "1M", "fp4") is None
+
+
+@pytest.mark.parametrize("name", [*evidence.FROM_SCRATCH, *evidence.FROZEN, *evidence.ALONE])
+def test_every_recipe_of_the_study_is_one(name: str) -> None:
+    recipe = evidence.recipe_of(name)
+    assert isinstance(recipe, sk.Recipe)
+    if name == "fp4 in mlp":
+        assert [
+            recipe.kept_by(f"model.layers.0.{part}", 20) is None for part in ("self_attn.q_proj", "mlp.up_proj")
+        ] == [
+            False,
+            True,
+        ]
+    if name == "bf16(grad_input=fp4)":
+        assert [gemm.quantized for gemm in recipe.gemms] == [False, True, False]
+
+
+def test_a_run_goes_on_where_a_call_ended(small: None, tmp_path: Path) -> None:
+    run = Run("scratch", "1M", "fp4", 0, 3e-3)
+    whole = evidence.train(run, tmp_path / "whole", FOREVER_S)
+    assert whole is not None
+    assert [row[0] for row in whole["curve"]] == [4, 8, 12, 16]
+    assert whole["held_out"] == statistics.mean(whole["curve"][-1][1:])
+    calls = (evidence.train(run, tmp_path / "parts", 0.0) for _ in itertools.count())
+    ended = [found for found in itertools.islice(calls, 20) if found is not None]
+    assert ended[0]["curve"] == whole["curve"]
+
+
+def test_the_recipe_that_changes_goes_on_from_its_first_part(small: None, tmp_path: Path) -> None:
+    first, changing = Run("scratch", "1M", "fp4", 0, 3e-3), Run("scratch", "1M", SWITCHED, 0, 3e-3)
+    assert first.forks_at == 13
+    assert changing.forks_at == 0
+    evidence.train(first, tmp_path / "shared", FOREVER_S)
+    assert evidence.checkpoint_in(tmp_path / "shared" / changing.folder)
+    shared = evidence.train(changing, tmp_path / "shared", FOREVER_S)
+    alone = evidence.train(changing, tmp_path / "alone", FOREVER_S)
+    assert shared is not None
+    assert alone is not None
+    assert shared["curve"] == alone["curve"][-1:]
+    assert alone["curve"] != first
+
+
+def test_an_adapter_is_tuned_over_the_run_of_its_seed(small: None, tmp_path: Path) -> None:
+    evidence.train(Run("scratch", "1M", "bf16", 0, 3e-3), tmp_path, FOREVER_S)
+    found = evidence.train(Run("tuning", "1M", "qnf4", 0, 1e-3, base_lr=3e-3), tmp_path, FOREVER_S)
+    assert found is not None
+    assert [row[0] for row in found["curve"]] == [1, 2, 3, 4]
+    assert len(found["curve"][0]) == 2
+
+
+def result_of(gaps: dict[str, list[float]]) -> dict[str, Any]:
+    runs = {}
+    for seed in range(4):
+        base = 3.0 + 0.1 * seed
+        for recipe, values in {"bf16": [0.0] * 4, **gaps}.items():
+            curve = [[1000, base + 0.5], [2000, base * (1 + values[seed])]]
+            runs[Run("scratch", "1M", recipe, seed, 0.0).key] = {"curve": curve}
+    return {"runs": runs, "settings": evidence.SETTINGS, "environment": {"device": "cuda", "torch": "2", "date": "now"}}
+
+
+def test_the_table_judges_paired_gaps_by_their_gates() -> None:
+    data = result_of(
+        {
+            "fp8-current": [0.001, 0.0012, 0.0008, 0.001],
+            "fp4": [0.02, 0.021, 0.019, 0.02],
+            "mxfp8": [0.0, 0.004, 0.0, 0.004],
+        }
+    )
+    rows = {row["recipe"]: row for row in evidence.rows(data)}
+    assert rows["fp8-current"]["mean"] == pytest.approx(0.001)
+    assert [rows[name]["verdict"] for name in ("fp8-current", "fp4", "mxfp8")] == ["inside", "outside", "undecided"]
+    assert rows["fp8-current"]["p"] < 0.01 < rows["mxfp8"]["p"]
+    assert evidence.gaps(data, "scratch", "1M", "fp4", step=1000) == [0.0] * 4
+    text = evidence.table(data)
+    assert "| from scratch | 1M | `fp4` | `bf16` | +2.000 % |" in text
+    one = {key: run for key, run in data["runs"].items() if key.endswith("seed 0")}
+    alone = {row["recipe"]: row for row in evidence.rows({**data, "runs": one})}["fp4"]
+    assert math.isnan(alone["low"])
+    assert alone["verdict"] == "undecided"
+
+
+def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
+    earlier = Path(__file__).parents[2] / "docs" / "measurements" / "recipes.json"
+    data = evidence.write_plan(earlier, tmp_path / "plan.json")
+    wanted = {row["recipe"]: row["seeds"] for row in data["wanted"]}
+    assert wanted["fp8-current"]["spread x 0.5"] < wanted["fp8-current"]["spread x 1"]
+    assert wanted["qnf4"]["spread x 1"] == 2
