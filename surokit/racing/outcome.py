@@ -20,7 +20,7 @@ from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, s
 from surokit.statistics import ROUNDS, Interval, bootstrap_interval, spread
 from surokit.units import counted, elapsed
 
-HOUR_S = 3600.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class RunOutcome:
     Times are the run's own (`Run.warm_seconds`).
 
     loss: smoothed, after the last step. loss_at: smoothed, when `at_s` of its own time had passed, which is as long as every run
-    has. loss_hour: after an hour of its own time, where it ran that long. to_target: (steps, tokens, seconds, USD).
+    has. loss_hour: after an hour of its own time, where it ran that long. to_target: (steps, tokens, seconds, USD). steps_per_day:
+    of own time, at the speed of the whole turns.
     """
 
     name: str
@@ -47,6 +48,7 @@ class RunOutcome:
     loss_hour: float | None
     idle_frac: float
     drift: float
+    steps_per_day: float
     first_step_s: float
     warm_up_s: float
     peak_gib: float | None
@@ -64,6 +66,7 @@ class Outcome:
     target_given: bool
     at_s: float
     timed_s: float
+    goodput: float  # share of the race's clock, from its first turn to the end of its last, that was somebody's turn
     control: Interval | None
     seed: int
     has_goal: bool = False
@@ -150,6 +153,7 @@ def outcome(
                 loss_hour=_at(mean, seconds[name], HOUR_S) if len(mean) and seconds[name][-1] >= HOUR_S else None,
                 idle_frac=_idle(run),
                 drift=drift(rates[name]),
+                steps_per_day=_steps_per_day(run),
                 first_step_s=run.warm_up.first_step_s if run.warm_up else math.nan,
                 warm_up_s=run.warm_up.seconds if run.warm_up else math.nan,
                 peak_gib=run.peak_gib,
@@ -158,7 +162,17 @@ def outcome(
     control = next((row.ratio for row in rows if row.name == twin), None)
     timed_s = sum(turn.seconds for run in runs.values() for turn in run.turns)
     return Outcome(
-        tuple(rows), len(rounds), span, target, target_loss is not None, at_s, timed_s, control, seed, has_goal
+        tuple(rows),
+        len(rounds),
+        span,
+        target,
+        target_loss is not None,
+        at_s,
+        timed_s,
+        _goodput(runs),
+        control,
+        seed,
+        has_goal,
     )
 
 
@@ -178,6 +192,26 @@ def _at(mean: Floats, seconds: Floats, at_s: float) -> float:
         return math.nan
     done = int(np.searchsorted(seconds, at_s * (1 + 1e-9), side="right"))
     return float(mean[done - 1]) if done else math.nan
+
+
+def _steps_per_day(run: Run) -> float:
+    """Return how many steps a day of the run's own time has, by its whole turns; nan before there is one."""
+    seconds = sum(turn.seconds for turn in run.whole_turns)
+    return DAY_S * sum(turn.steps for turn in run.whole_turns) / seconds if seconds else math.nan
+
+
+def _goodput(runs: Mapping[str, Run]) -> float:
+    """Return the share of the race's clock in which steps were taken: the rest went to looking, saving and changing over.
+
+    Untimed steps count as the mean of the timed ones of their turn. nan before there is a whole turn, and of a race that was gone
+    on with after a while, since its clock stands meanwhile.
+    """
+    turns = sorted((turn for run in runs.values() for turn in run.whole_turns), key=lambda turn: turn.at_s)
+    if not turns:
+        return math.nan
+    taken = [turn.seconds * (turn.untimed + turn.steps) / turn.steps for turn in turns]
+    clock_s = turns[-1].at_s + taken[-1] - turns[0].at_s
+    return min(1.0, sum(taken) / clock_s) if clock_s > 0 else math.nan
 
 
 def _idle(run: Run) -> float:
@@ -213,6 +247,7 @@ COLUMNS = {
     "loss_after_an_hour": "",
     "idle_frac": "at least",
     "drift": "last third of the turns over the first",
+    "steps_per_day": "of own time",
     "first_step_s": "",
     "warm_up_s": "",
     "peak_gib": "of the device, the run's own",
@@ -244,6 +279,7 @@ def record_of(row: RunOutcome) -> dict[str, Any]:
         "loss_after_an_hour": row.loss_hour,
         "idle_frac": row.idle_frac,
         "drift": row.drift,
+        "steps_per_day": row.steps_per_day,
         "first_step_s": row.first_step_s,
         "warm_up_s": row.warm_up_s,
         "peak_gib": row.peak_gib,

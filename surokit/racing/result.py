@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["steps", "tokens", "time", "usd"]
 _SO_FAR = ("run", "steps", "last loss")
+SUSTAINED_S = 600.0  # of timed turns, from which steps a day are told
 
 
 class RaceResult:
@@ -129,6 +130,9 @@ class RaceResult:
             )
         if found.timed_s < 60 * len(found.rows):
             said.append("Less than a minute each: whether a speed is sustained takes minutes to see.")
+        if found.timed_s >= SUSTAINED_S:
+            days = ", ".join(f"{row.name} {row.steps_per_day:,.0f}" for row in found.rows)
+            said.append(f"Steps a day, at this speed: {days}. {found.goodput:.1%} of the race's clock were turns.")
         if found.rounds:
             said.append(found.control_words())
         given = "given" if found.target_given else "the lowest that all have reached"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,21 @@ def test_the_twin_tells_whether_to_trust(bias, trusted):
     assert ("not to be trusted" in found.control_words()) is not trusted
     few = {name: made(name, 1.0, falling(16)) for name in runs}
     assert "3 rounds of turns are too few to trust a ratio" in outcome(few, "a", twin="a again").control_words()
+
+
+def test_steps_a_day_and_the_share_of_the_clock_that_were_turns():
+    runs = {"a": made("a", 1.0, falling(44)), "b": made("b", 0.5, falling(44))}
+    clock_s = 0.0
+    for number in range(10):
+        for name, step_s in (("a", 1.0), ("b", 0.5)):
+            runs[name].turns[number] = replace(runs[name].turns[number], at_s=clock_s)
+            clock_s += 4 * step_s + 1.5  # for saving, and for changing over
+    found = outcome(runs, "a")
+    assert (found["a"].steps_per_day, found["b"].steps_per_day) == (86400, 172800)
+    assert found.goodput == pytest.approx(10 * 6.0 / (clock_s - 1.5))
+    assert "Steps a day" not in race_of(runs).text()  # two minutes say nothing of a day
+    slow = race_of({name: made(name, step_s, falling(44)) for name, step_s in (("a", 20.0), ("b", 10.0))})
+    assert "Steps a day, at this speed: a 4,320, b 8,640. 100.0% of the race's clock were turns." in slow.text()
 
 
 def test_untimed_steps_count_as_those_next_to_them():
