@@ -66,9 +66,11 @@ SIZES = {
 #: How many seeds each size has; `plan` says why.
 SEEDS = {"1M": 8, "3M": 4, "8M": 3}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
-FROM_SCRATCH = ("bf16", "fp8-current", "mxfp8", "fp4", SWITCHED)
-#: Frozen weights, under an adapter of rank 16; each against bf16 with the same adapter.
-FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4")
+FROM_SCRATCH = ("bf16", "fp8-current", "mxfp8", "fp4", SWITCHED, "quartet-ii")
+#: Frozen weights, under an adapter of rank 16, "loftq" where it begins with the quantization error; against bf16 with an adapter.
+FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4", "qfp8 loftq", "qfp4 loftq", "qnf4 loftq")
+#: Recipes that are not trained at every size.
+ONLY_AT = {"quartet-ii": ("1M", "3M")}
 #: Where the gap of fp4 comes from: one product at a time, and all products of one kind of layer.
 ALONE = (
     "bf16(forward=fp4)",
@@ -84,12 +86,16 @@ GATES = {
     "mxfp8": 0.0025,
     "fp4": 0.01,
     SWITCHED: 0.005,
+    "quartet-ii": 0.01,
     "qfp8": 0.0025,
     "qfp4": 0.01,
     "qnf4": 0.01,
+    "qfp8 loftq": 0.0025,
+    "qfp4 loftq": 0.01,
+    "qnf4 loftq": 0.01,
 }
 RATES = {"1M": (2e-3, 4e-3, 8e-3), "3M": (1.5e-3, 3e-3, 6e-3), "8M": (1e-3, 2e-3, 4e-3)}
-SWEPT = ("bf16", "fp8-current", "mxfp8", "fp4")  # a recipe that changes takes the rate of its first part
+SWEPT = ("bf16", "fp8-current", "mxfp8", "fp4", "quartet-ii")  # a recipe that changes takes the rate of its first part
 TUNING_RATE = 1e-3
 SETTINGS = {
     "vocabulary": VOCAB,
@@ -148,7 +154,7 @@ def plan(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     rows = []
     for name, gate in GATES.items():
-        known = {"fp8-current": "fp8-current", SWITCHED: "fp4"}.get(name, name)
+        known = "fp4" if name in (SWITCHED, "quartet-ii") else name.removesuffix(" loftq")
         base = "bf16-lora" if known.startswith("q") else "bf16"
         gaps = [run[known] / run[base] - 1 for run in earlier["runs"]]
         gap, spread = statistics.mean(gaps), statistics.stdev(gaps)
@@ -184,7 +190,7 @@ def runs(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Run]:
 
 def _of_seed(found: Mapping[str, Mapping[str, Any]], size: str, seed: int) -> Iterator[Run]:
     rates = {recipe: best_rate(found, size, recipe) for recipe in SWEPT}
-    for recipe in FROM_SCRATCH:
+    for recipe in trained_at(size):
         begins = recipe.partition(" then ")[0]
         if (lr := rates[begins]) is not None:
             run = Run("scratch", size, recipe, seed, lr)
@@ -199,13 +205,18 @@ def _of_seed(found: Mapping[str, Mapping[str, Any]], size: str, seed: int) -> It
 
 
 def sweep(size: str) -> list[Run]:
-    return [Run("sweep", size, recipe, 0, lr) for recipe in SWEPT for lr in RATES[size]]
+    return [Run("sweep", size, recipe, 0, lr) for recipe in trained_at(size) if recipe in SWEPT for lr in RATES[size]]
+
+
+def trained_at(size: str) -> list[str]:
+    """Return the recipes that are trained from scratch at a size."""
+    return [recipe for recipe in FROM_SCRATCH if size in ONLY_AT.get(recipe, SIZES)]
 
 
 def best_rate(found: Mapping[str, Mapping[str, Any]], size: str, recipe: str) -> float | None:
     """Return the learning rate with the lowest held-out loss in the sweep; None before it is over."""
     tried = [run for run in sweep(size) if run.recipe == recipe]
-    if any(run.key not in found for run in tried):
+    if not tried or any(run.key not in found for run in tried):
         return None
     return min(tried, key=lambda run: (found[run.key]["held_out"], run.lr)).lr
 
@@ -219,6 +230,8 @@ def recipe_of(name: str) -> Any:
 
     if name == "bf16+lora":
         return BF16.lora()
+    if name.endswith(" loftq"):
+        return find_recipe(name.removesuffix(" loftq")).lora(init="loftq")
     plain, where, part = name.partition(" in ")
     recipe = find_recipe(plain.removesuffix(" everywhere"))
     if name.endswith(" everywhere"):
