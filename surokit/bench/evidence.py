@@ -1,5 +1,5 @@
-"""Run the study of what each recipe costs in held-out loss, and judge it: from scratch and fine-tuned, at three sizes, paired by
-seeds.
+"""Run the study of what each recipe costs, and judge it: in held-out loss, from scratch and fine-tuned, at three sizes; and in what
+small models can do, by tasks that are graded exactly. Runs are paired by seeds.
 
     python -m surokit.bench evidence --out docs/measurements/evidence.json --folder runs/evidence --minutes 60
 
@@ -32,6 +32,7 @@ from surokit.bench import result
 from surokit.bench.result import markdown
 from surokit.bench.results_store import Book
 from surokit.environment import environment
+from surokit.places import write_whole
 from surokit.statistics import count_for_gate, paired_gap
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Size:
 SIZES = {
     size.name: size for size in (Size("1M", 4, 128, 4, 352), Size("3M", 6, 192, 6, 512), Size("8M", 8, 288, 8, 768))
 }
+OF_A_TASK = Size("task", 2, 64, 4, 176)
+OF_TASKS = ("task", "retaught")
 #: How many seeds each size has; `plan` says why.
 SEEDS = {"1M": 8, "3M": 4, "8M": 3}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
@@ -94,9 +97,21 @@ GATES = {
     "qfp4 loftq": 0.01,
     "qnf4 loftq": 0.01,
 }
-RATES = {"1M": (2e-3, 4e-3, 8e-3), "3M": (1.5e-3, 3e-3, 6e-3), "8M": (1e-3, 2e-3, 4e-3)}
+RATES = {"1M": (2e-3, 4e-3, 8e-3, 1.6e-2), "3M": (1.5e-3, 3e-3, 6e-3), "8M": (1e-3, 2e-3, 4e-3)}
 SWEPT = ("bf16", "fp8-current", "mxfp8", "fp4", "quartet-ii")  # a recipe that changes takes the rate of its first part
 TUNING_RATE = 1e-3
+#: Tasks by name; a small model learns each from scratch, and a task of its kind after it with an adapter over frozen weights.
+TASKS = {
+    "addition": lambda: _tasks().Addition(digits=2),
+    "recall": lambda: _tasks().Recall(pairs=4),
+    "brackets": lambda: _tasks().Brackets(kinds=2, size=16),
+    "addition, reversed": lambda: _tasks().Addition(digits=2, reverse=True),
+}
+ABLE = ("bf16", "fp8-current", "fp4", SWITCHED, "quartet-ii")
+TASK_STEPS, TASK_RATE, TASK_BATCH, TASK_SEEDS = 1600, 1e-3, 64, 5
+RETAUGHT = "addition, reversed"  # after addition: the same characters, another order
+RETAUGHT_STEPS, RETAUGHT_RATE = 800, 3e-3
+PROBLEMS = 512  # that a model is graded on
 SETTINGS = {
     "vocabulary": VOCAB,
     "tokens a step": BATCH * LENGTH,
@@ -107,14 +122,22 @@ SETTINGS = {
     "optimizer": "AdamW, float32 moments, bf16 weights rounded stochastically, cosine to a tenth after 50 steps of warm-up",
     "text": "generated stories and Moby-Dick, of which no part is seen twice; fine-tuning on Shakespeare",
     "kept in bf16": "the head, and of fp4 the last 15 % of the blocks",
+    "tasks": {
+        "model": asdict(OF_A_TASK),
+        "problems a step": TASK_BATCH,
+        "steps": TASK_STEPS,
+        "learning rate": TASK_RATE,
+        "retaught": f"{RETAUGHT_STEPS} steps at {RETAUGHT_RATE:g}, an adapter over the model of addition",
+    },
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """A Run is one model trained by one recipe. kind: "sweep", "scratch", "tuning", or "alone", where one thing is quantized.
+    """A Run is one model trained by one recipe.
 
-    base_lr: of fine-tuning, the learning rate of the bf16 run whose model is tuned.
+    kind: "sweep", "scratch", "tuning", "alone" (one thing is quantized), "task" or "retaught" (an adapter over a model of another
+    task). size: the model's; of the last two kinds the task. base_lr: of an adapter, the learning rate of the run below it.
     """
 
     kind: str
@@ -132,7 +155,16 @@ class Run:
 
     @property
     def steps(self) -> int:
-        return {"sweep": SWEEP_STEPS[self.size], "tuning": TUNING_STEPS}.get(self.kind, STEPS)
+        if self.kind == "sweep":
+            return SWEEP_STEPS[self.size]
+        return {"tuning": TUNING_STEPS, "task": TASK_STEPS, "retaught": RETAUGHT_STEPS}.get(self.kind, STEPS)
+
+    @property
+    def base(self) -> Run | None:
+        """Return the run whose model is below the adapter; None for a run from scratch."""
+        if self.kind == "tuning":
+            return Run("scratch", self.size, "bf16", self.seed, self.base_lr)
+        return Run("task", "addition", "bf16", self.seed, self.base_lr) if self.kind == "retaught" else None
 
     @property
     def forks_at(self) -> int:
@@ -184,8 +216,24 @@ def runs(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Run]:
     for size in SIZES:
         yield from sweep(size)
     all_of_them = [(size, seed) for size in SIZES for seed in range(SEEDS[size])]
-    for size, seed in sorted(all_of_them, key=lambda each: (each[1] + 1) / SEEDS[each[0]]):
+    ordered = sorted(all_of_them, key=lambda each: (each[1] + 1) / SEEDS[each[0]])
+    yield from _of_tasks(found, range(1))
+    for size, seed in ordered[:2]:
         yield from _of_seed(found, size, seed)
+    yield from _of_tasks(found, range(1, TASK_SEEDS))
+    for size, seed in ordered[2:]:
+        yield from _of_seed(found, size, seed)
+
+
+def _of_tasks(found: Mapping[str, Mapping[str, Any]], seeds: Iterable[int]) -> Iterator[Run]:
+    for seed in seeds:
+        for task, recipe in itertools.product(TASKS, ABLE):
+            if task != RETAUGHT:
+                yield Run("task", task, recipe, seed, TASK_RATE)
+        for recipe in FROZEN:
+            run = Run("retaught", RETAUGHT, recipe, seed, RETAUGHT_RATE, TASK_RATE)
+            if run.base is not None and run.base.key in found:
+                yield run
 
 
 def _of_seed(found: Mapping[str, Mapping[str, Any]], size: str, seed: int) -> Iterator[Run]:
@@ -251,33 +299,49 @@ def train(run: Run, folder: Path, ends_at: float) -> dict[str, Any] | None:
     began, where = time.process_time(), folder / run.folder
     train_on, held_out = texts_of(run)
     session = _session(run, folder, train_on)
-    every, seconds = run.steps // POINTS, _add_seconds(where, 0.0)
-    while session.steps < run.steps:
-        stops = [run.steps, session.steps + CHUNK, every * (session.steps // every + 1)]
+    points = {run.steps * (i + 1) // POINTS for i in range(POINTS)}
+    began_at, curve, seconds = session.steps, _read_curve(where, session.steps), _add_seconds(where, 0.0)
+    while True:
+        if session.steps in points and session.steps not in {row[0] for row in curve}:
+            curve.append([session.steps, *_measured(run, session, held_out)])
+            write_whole(where / CURVE, json.dumps(curve))
+        if session.steps and session.steps == run.forks_at:
+            _begin_switched(session, folder / replace(run, recipe=SWITCHED).folder)
+        if session.steps >= run.steps:
+            break
+        if time.time() >= ends_at and session.steps > began_at:
+            return None
+        stops = [session.steps + CHUNK, min(point for point in points if point > session.steps)]
         stops += [run.forks_at] if session.steps < run.forks_at else []
         session.run(min(stops) - session.steps)  # and saves
-        if session.steps % every == 0 or session.steps == run.steps:
-            for text in held_out:
-                session.evaluate(text)
-            session.save()
-        if session.steps == run.forks_at:
-            _begin_switched(session, folder / replace(run, recipe=SWITCHED).folder)
         began, seconds = time.process_time(), _add_seconds(where, time.process_time() - began)
-        if time.time() >= ends_at and session.steps < run.steps:
-            return None
-    losses = [evaluation.loss for evaluation in session.evaluations]
-    curve = [
-        [session.evaluations[i].step, *losses[i : i + len(held_out)]] for i in range(0, len(losses), len(held_out))
-    ]
     return {
         **asdict(run),
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "steps": run.steps,
         "curve": curve,
-        "held_out": statistics.mean(curve[-1][1:]),
+        "held_out": loss_at({"kind": run.kind, "curve": curve}),
         "cpu_s": round(seconds, 1),
         "skipped": int(sum(session.records.column("skipped"))),
     }
+
+
+CURVE = "curve.json"
+
+
+def _read_curve(folder: Path, done: int) -> list[list[float]]:
+    """Return what a run has measured in its first `done` steps."""
+    path = folder / CURVE
+    rows: list[list[float]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return [row for row in rows if row[0] <= done]
+
+
+def _measured(run: Run, session: Session, held_out: Iterable[list[Batch]]) -> list[float]:
+    """Return the loss on each kind of text; or on a task, and its accuracy."""
+    losses = [session.evaluate(batches) for batches in held_out]
+    if run.kind not in OF_TASKS:
+        return losses
+    return [*losses, TASKS[run.size]().grade(session.model, PROBLEMS).accuracy]
 
 
 def _begin_switched(session: Session, folder: Path) -> None:
@@ -305,20 +369,20 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
     if checkpoint_in(where):
         return sk.Session.resume(where, data=data, keep=1)
     torch.manual_seed(run.seed)
-    size = SIZES[run.size]
+    task = TASKS[run.size]() if run.kind in OF_TASKS else None
+    size = SIZES[run.size] if task is None else OF_A_TASK
     config = sk.DecoderConfig(
         layers=size.layers,
         width=size.width,
         heads=size.heads,
         kv_heads=size.heads // 2,
-        vocab=VOCAB,
+        vocab=VOCAB if task is None else task.vocab,
         ffn=size.ffn,
-        max_length=LENGTH,
+        max_length=LENGTH if task is None else task.length,
     )
     model = sk.Decoder(config, dtype=torch.bfloat16)
-    if run.kind == "tuning":
-        base = Run("scratch", run.size, "bf16", run.seed, run.base_lr)
-        trained = sk.Session.resume(folder / base.folder, data=texts_of(base)[0])
+    if run.base is not None:
+        trained = sk.Session.resume(folder / run.base.folder, data=texts_of(run.base)[0])
         model.load_state_dict(trained.model.state_dict())
     return sk.Session(
         model,
@@ -336,10 +400,13 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
 
 @cache
 def texts_of(run: Run) -> tuple[Any, list[list[Batch]]]:
-    """Return what a run trains on, and the kinds of text on which its loss is taken: generated and Moby-Dick, or Shakespeare."""
+    """Return what a run trains on, and what its loss is taken on: generated text and Moby-Dick, Shakespeare, or a task."""
     import surokit as sk
     from surokit import texts
 
+    if run.kind in OF_TASKS:
+        task = TASKS[run.size]()
+        return task.batches(TASK_BATCH, seed=run.seed), [task.held_out(PROBLEMS)]
     tokenizer = _tokenizer()
 
     def held_out(documents: Iterable[str]) -> list[Batch]:
@@ -356,6 +423,12 @@ def texts_of(run: Run) -> tuple[Any, list[list[Batch]]]:
     data = sk.text(train_on, tokenizer, length=LENGTH, batch=BATCH, seed=run.seed)
     assert len(data) >= run.steps, f"{len(data)} batches for {run.steps} steps"
     return data, [held_out(others), held_out(chapters[-LAST_CHAPTERS:])]
+
+
+def _tasks() -> Any:
+    from surokit import tasks
+
+    return tasks
 
 
 _UNSEEN = 1_000_000  # seed of generated text that no run trains on
@@ -443,7 +516,25 @@ def gaps(data: Mapping[str, Any], kind: str, size: str, recipe: str, step: int |
 def loss_at(found: Mapping[str, Any], step: int | None = None) -> float:
     """Return a run's held-out loss at a step of its curve, the mean over the kinds of text; the last without a step."""
     row = found["curve"][-1] if step is None else next(row for row in found["curve"] if row[0] == step)
-    return statistics.mean(row[1:])
+    return statistics.mean(row[1:-1] if found["kind"] in OF_TASKS else row[1:])
+
+
+def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
+    """Return how much more of a task a recipe gets right than its baseline at the end, as a share, of every seed that has both."""
+    found = data["runs"]
+    pairs = (
+        (
+            found.get(Run(kind, task, recipe, seed, 0.0).key),
+            found.get(Run(kind, task, baseline_of(recipe), seed, 0.0).key),
+        )
+        for seed in range(TASK_SEEDS)
+    )
+    return [own["curve"][-1][-1] - base["curve"][-1][-1] for own, base in pairs if own and base]
+
+
+def steps_to(found: Mapping[str, Any], accuracy: float) -> int | None:
+    """Return at which step of a task's curve the accuracy was reached first; None where it was not."""
+    return next((int(row[0]) for row in found["curve"] if row[-1] >= accuracy), None)
 
 
 def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -461,7 +552,74 @@ def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def task_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each task and recipe: accuracy at the end, how far it is above the baseline's with an interval, and the median
+    of the steps to 90 % right, of the seeds that got there."""
+    found = []
+    for kind, recipes in (("task", ABLE), ("retaught", FROZEN)):
+        for task, recipe in itertools.product(TASKS, recipes):
+            runs = [data["runs"].get(Run(kind, task, recipe, seed, 0.0).key) for seed in range(TASK_SEEDS)]
+            done = [run for run in runs if run]
+            if not done:
+                continue
+            values = accuracies(data, kind, task, recipe)
+            reached = sorted(step for run in done if (step := steps_to(run, 0.9)) is not None)
+            found.append(
+                {
+                    "kind": kind,
+                    "task": task,
+                    "recipe": recipe,
+                    "accuracy": statistics.mean(run["curve"][-1][-1] for run in done),
+                    "gap": None if not values or recipe == baseline_of(recipe) else paired_gap(values),
+                    "steps": statistics.median(reached) if reached else None,
+                    "reached": len(reached),
+                    "seeds": len(done),
+                }
+            )
+    return found
+
+
+def table_of_tasks(data: Mapping[str, Any]) -> str:
+    """Make a Markdown table of the accuracies."""
+    head = [
+        "trained",
+        "task",
+        "recipe",
+        "right",
+        "more than bf16",
+        "95 % interval",
+        "p",
+        "steps to 90 %",
+        "seeds there",
+    ]
+    body = []
+    for row in task_rows(data):
+        gap = row["gap"]
+        known = gap is not None and gap.pairs > 1
+        body.append(
+            [
+                "from scratch" if row["kind"] == "task" else "an adapter over addition",
+                row["task"],
+                f"`{row['recipe']}`",
+                f"{row['accuracy']:.1%}",
+                "" if gap is None else f"{100 * gap.mean:+.1f} points",
+                f"{100 * gap.low:+.1f} to {100 * gap.high:+.1f}" if known else "",
+                f"{gap.p:.2g}" if known else "",
+                "" if row["steps"] is None else f"{row['steps']:,.0f}",
+                f"{row['reached']} of {row['seeds']}",
+            ]
+        )
+    return markdown(
+        {**data, "benchmark": "tasks graded exactly", "settings": data["settings"].get("tasks", {})}, head, body
+    )
+
+
 def table(data: Mapping[str, Any]) -> str:
+    """Make Markdown tables of the gaps, and of what models can do."""
+    return f"{table_of_losses(data)}\n\n{table_of_tasks(data)}"
+
+
+def table_of_losses(data: Mapping[str, Any]) -> str:
     """Make a Markdown table of the gaps."""
     head = [
         "trained",

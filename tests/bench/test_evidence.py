@@ -28,10 +28,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "WARMUP", 2)
     monkeypatch.setattr(evidence, "POINTS", 4)
     monkeypatch.setattr(evidence, "CHUNK", 3)
+    monkeypatch.setattr(evidence, "PROBLEMS", 32)
+    monkeypatch.setattr(evidence, "TASK_STEPS", 8)
+    monkeypatch.setattr(evidence, "RETAUGHT_STEPS", 4)
+    monkeypatch.setattr(evidence, "OF_A_TASK", TINY)
     monkeypatch.setattr(evidence, "texts_of", texts_of)
 
 
+_texts_of = evidence.texts_of
+
+
 def texts_of(run: Run) -> tuple[Any, list[Any]]:
+    if run.kind in evidence.OF_TASKS:
+        return _texts_of(run)
     held_out = [make_batches(2, seed=90 + i) for i in range(1 if run.kind == "tuning" else 2)]
     return make_batches(16, seed=run.seed), held_out
 
@@ -42,16 +51,18 @@ def found_for(runs: list[Run], loss: float = 3.0) -> dict[str, dict[str, Any]]:
 
 def test_sweeps_come_first_and_rates_are_chosen_by_them() -> None:
     first = list(evidence.runs({}))
-    assert {run.kind for run in first} == {"sweep"}
+    assert {run.kind for run in first} == {"sweep", "task"}
     assert len({run.key for run in first}) == len(first)
-    found = found_for(first)
-    then = [run for run in evidence.runs(found) if run.kind != "sweep"]
-    assert {run.kind for run in then} == {"scratch", "alone"}  # nothing is tuned before its base is there
-    assert all(run.lr == min(evidence.RATES[run.size]) for run in then)
-    assert SWITCHED not in [run.recipe for run in then]  # it goes on from fp4
+    found = found_for([run for run in first if run.kind == "sweep"])
+    then = [run for run in evidence.runs(found) if run.key not in found]
+    assert {run.kind for run in then} == {"scratch", "alone", "task"}  # nothing is tuned before its base is there
+    of_texts = [run for run in then if run.kind != "task"]
+    assert all(run.lr == min(evidence.RATES[run.size]) for run in of_texts)
+    assert SWITCHED not in [run.recipe for run in of_texts]  # it goes on from fp4
     found |= found_for(then)
     rest = [run for run in evidence.runs(found) if run.key not in found]
     assert {run.recipe for run in rest} == {SWITCHED, *evidence.FROZEN}
+    assert all(run.base is None or run.base.key in found for run in rest)
     whole = found | found_for(rest)
     assert all(run.key in whole for run in evidence.runs(whole))
     seeds = {
@@ -117,13 +128,40 @@ def test_an_adapter_is_tuned_over_the_run_of_its_seed(small: None, tmp_path: Pat
     assert len(found["curve"][0]) == 2
 
 
+def test_a_task_is_learnt_and_another_after_it(small: None, tmp_path: Path) -> None:
+    first = evidence.train(Run("task", "addition", "bf16", 0, 3e-3), tmp_path, FOREVER_S)
+    assert first is not None
+    assert [row[0] for row in first["curve"]] == [2, 4, 6, 8]
+    assert first["held_out"] == first["curve"][-1][1]
+    assert 0 <= first["curve"][-1][2] <= 1
+    run = Run("retaught", evidence.RETAUGHT, "qfp8", 0, 3e-3, base_lr=3e-3)
+    over = evidence.train(run, tmp_path, FOREVER_S)
+    assert over is not None
+    assert over["parameters"] > first["parameters"]
+
+
+def test_the_table_of_tasks_tells_accuracies_and_steps() -> None:
+    def curve(*accuracies: float) -> dict[str, Any]:
+        return {"kind": "task", "curve": [[100 * (i + 1), 1.0, value] for i, value in enumerate(accuracies)]}
+
+    runs = {Run("task", "recall", "bf16", seed, 0.0).key: curve(0.5, 0.92, 1.0) for seed in range(3)}
+    runs |= {Run("task", "recall", "fp4", seed, 0.0).key: curve(0.3, 0.5, 0.9 - 0.01 * seed) for seed in range(3)}
+    data = {"runs": runs, "settings": {}, "environment": {"device": "cuda", "torch": "2", "date": "now"}}
+    rows = {row["recipe"]: row for row in evidence.task_rows(data)}
+    assert rows["bf16"]["gap"] is None
+    assert rows["bf16"]["steps"] == 200
+    assert rows["fp4"]["gap"].mean == pytest.approx(-0.11)
+    assert (rows["fp4"]["steps"], rows["fp4"]["reached"], rows["fp4"]["seeds"]) == (300, 1, 3)
+    assert "| from scratch | recall | `fp4` | 89.0% | -11.0 points |" in evidence.table(data)
+
+
 def result_of(gaps: dict[str, list[float]]) -> dict[str, Any]:
     runs = {}
     for seed in range(4):
         base = 3.0 + 0.1 * seed
         for recipe, values in {"bf16": [0.0] * 4, **gaps}.items():
             curve = [[1000, base + 0.5], [2000, base * (1 + values[seed])]]
-            runs[Run("scratch", "1M", recipe, seed, 0.0).key] = {"curve": curve}
+            runs[Run("scratch", "1M", recipe, seed, 0.0).key] = {"kind": "scratch", "curve": curve}
     return {"runs": runs, "settings": evidence.SETTINGS, "environment": {"device": "cuda", "torch": "2", "date": "now"}}
 
 
