@@ -553,8 +553,8 @@ def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def task_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each task and recipe: accuracy at the end, how far it is above the baseline's with an interval, and the median
-    of the steps to 90 % right, of the seeds that got there."""
+    """Return a row for each task and recipe: accuracy, how far it is above the baseline's, with its interval, and the median of the
+    steps to 90 % right of the seeds that got there."""
     found = []
     for kind, recipes in (("task", ABLE), ("retaught", FROZEN)):
         for task, recipe in itertools.product(TASKS, recipes):
