@@ -100,9 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="run a race again from its folder, and say which figures come out as it says",
         allow_abbrev=False,
     )
-    reproduce.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="of a race that `surokit race` has run, or a study's file"
-    )
+    reproduce.add_argument("folder", type=Path, metavar="FOLDER", help="of a race that `surokit race` has run")
     reproduce.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep what is run again there")
     reproduce.set_defaults(run=_reproduce)
 
@@ -558,6 +556,10 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.folder} is a race of a script or notebook, which has the model and the data: run its rerun.py, or call "
             "surokit.Race.load(folder).rerun(model=..., data=...)."
+        )
+    if arguments.run_dir is not None and arguments.run_dir.exists() and any(arguments.run_dir.iterdir()):
+        raise ValueError(
+            f"{arguments.run_dir} has content already: give --run-dir another folder for what is run again."
         )
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.run_dir or Path(temporary) / "race"

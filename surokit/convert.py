@@ -263,14 +263,16 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     layers = {name: adopt(layer) for name, layer in recipe_layers(model)}
     blocks = count_blocks(layers)
     before = {layer: layer.precision for layer in layers.values()}
+    here: dict[OwnLayer, Precision | None] = {}
     try:
         for name, layer in layers.items():
             converts = recipe.quantized_products and not skip_reason(name, layer, recipe, blocks)
-            layer.precision = Precision(recipe) if converts else None
+            here[layer] = layer.precision = Precision(recipe) if converts else None
         yield model
     finally:
         for layer, own in before.items():
-            layer.precision = own
+            if layer.precision is here.get(layer):  # else a recipe was applied meanwhile, which holds
+                layer.precision = own
 
 
 # -- delayed-scaling state, which lives apart from the state dict

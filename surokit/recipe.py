@@ -259,6 +259,10 @@ class Recipe:
             raise ValueError(
                 "but() takes at least one product of another recipe, for example but(forward=surokit.BF16)."
             )
+        if derived := next((other for other in taken.values() if "(" in other.name or other.later), None):
+            raise ValueError(
+                f"but() takes products of plain recipes, and {derived.name} is derived itself: take from its parts."
+            )
         said = ", ".join(f"{product}={other.name}" for product, other in taken.items())
         gemms: dict[str, Any] = {product: getattr(other, product) for product, other in taken.items()}
         return self._each(lambda r: replace(r, name=f"{r.name}({said})", where_native="", **gemms))
@@ -281,7 +285,9 @@ class Recipe:
             raise ValueError(
                 f"{recipe.name} changes itself: give its parts one by one, first.then(second, at=...).then(third, at=...)."
             )
-        if (recipe.storage, recipe.adapter) != (self.storage, self.adapter):
+        one, other = self.without_values, recipe.without_values
+        kept = ("rules", "min_features", "pays") if self.storage else ()  # they say which layers are stored
+        if any(getattr(one, name) != getattr(other, name) for name in ("storage", "adapter", *kept)):
             raise ValueError(
                 f"A run cannot go over from {self.name} to {recipe.name}: it would store weights in another way, or train other "
                 "parameters. Only products and kept layers may change; a session's fork() begins with any recipe."
@@ -675,9 +681,9 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
     name = _ALIASES.get(name, name)
     if name in recipes:
         return recipes[name]
-    if changed := re.fullmatch(r"(.+) then (.+) at ([\d.]+)", name):
+    if changed := re.fullmatch(r"(.+) then (.+) at ([\d.e-]+)", name):
         begins, goes_on, at = changed.groups()
-        return find_recipe(begins).then(goes_on, at=float(at) if "." in at else int(at))
+        return find_recipe(begins).then(goes_on, at=int(at) if at.isdigit() else float(at))
     if taken := re.fullmatch(r"(.+)\(((?:[a-z-]+=[^,()]+(?:, )?)+)\)", name):
         pairs = (pair.split("=") for pair in taken[2].split(", "))
         others = {product.replace("-", "_"): other for product, other in pairs}

@@ -143,7 +143,18 @@ def test_every_public_name_is_on_some_page():
 
 def test_make_targets_and_commands_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    commands = {"doctor", "plan", "race", "dissect", "serve-bench", "watch", "launch", "export", "quickstart"}
+    commands = {
+        "doctor",
+        "plan",
+        "race",
+        "reproduce",
+        "dissect",
+        "serve-bench",
+        "watch",
+        "launch",
+        "export",
+        "quickstart",
+    }
     for path in [*PAGES, *OTHERS]:
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets, path

@@ -252,6 +252,8 @@ def test_products_are_taken_from_other_recipes():
         sk.FP4.but()
     with refused(ValueError):
         find_recipe("fp4(backward=bf16)")
+    with refused(ValueError):
+        sk.FP4.but(forward=mixed)
 
 
 def test_a_recipe_says_what_a_run_goes_over_to():
@@ -265,7 +267,7 @@ def test_a_recipe_says_what_a_run_goes_over_to():
     for recipe in (CHANGING, thrice, CHANGING.keep("layers.0.*")):
         assert Recipe.from_dict(recipe.to_dict()) == recipe
         assert hash(recipe) == hash(Recipe.from_dict(recipe.to_dict()))
-    for recipe in (CHANGING, thrice, CHANGING.store(sk.QNF4)):
+    for recipe in (CHANGING, thrice, CHANGING.store(sk.QNF4), sk.FP8.then(sk.BF16, at=1e-5)):
         assert find_recipe(recipe.name) == recipe
 
 
@@ -304,6 +306,9 @@ def test_what_a_run_cannot_go_over_to_is_refused():
         sk.FP4.then(sk.QFP8, at=0.9)
     with refused(ValueError):
         sk.FP4.then(sk.FP4.lora(), at=0.9)
+    with refused(ValueError):
+        sk.QFP8.then(sk.QFP8.keep("layers.0.*"), at=0.9)  # it would store other layers
+    assert sk.QFP8.lora(init="loftq").then("qfp8", at=0.9).parts[1] == sk.QFP8
     with refused(ValueError):
         CHANGING.then(sk.BF16, at=0.8)
     with refused(ValueError):

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -398,7 +398,7 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
     )
 
 
-@cache
+@lru_cache(maxsize=2)
 def texts_of(run: Run) -> tuple[Any, list[list[Batch]]]:
     """Return what a run trains on, and what its loss is taken on: generated text and Moby-Dick, Shakespeare, or a task."""
     import surokit as sk

@@ -289,6 +289,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
     yield kernel("quantize_nv", "1x16, four over six", (4 + size) * n, x, 1, "mse")
     yield kernel("quantize_nv", "1x16, stochastic", (4 + size) * n, x, 1, key=key)
     yield kernel("quantize_nv_rotated", "1x16", (4 + size) * n, x, 16)
+    yield kernel("quantize_nv_eden", "1x16", (4 + size) * n, x, 128, key, key)
     nv = torch.ops.surokit.quantize_nv(x, 1)
     yield kernel("dequantize_nv", "1x16", (2 + size) * n, *nv, 1, K, torch.bfloat16)
     yield kernel("factors_nv", "1x16", (2 + size) * n, nv[0], nv[1], 1, K)
@@ -300,6 +301,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
     yield kernel("dequantize_nf4", "", (2 + size) * n, codes, absmax, [], M, K, torch.bfloat16)
     for block in (16, 32):
         yield kernel("rotate", f"{block}", 4 * n, x, block)
+    yield kernel("rotate_drawn", "128", 4 * n, x, 128, key)
 
     # -- products: emulated, and with frozen weights that are decoded on the way
     N = C = min(M, K, 4096)

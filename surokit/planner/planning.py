@@ -549,6 +549,10 @@ def _over_the_run(first: Plan) -> Plan:
     recipe = first.recipe
     plans = [first.but(recipe=part) for part in recipe.parts]
     begins = [0.0, *(_begins_at(change, first) for change in recipe.later), 1.0]
+    if any(end < begin for begin, end in pairwise(begins)):
+        raise ValueError(
+            f"The changes of {recipe.name} are not in the order of this run: give them as they come, then(..., at=...)."
+        )
     shares = [end - begin for begin, end in pairwise(begins)]
     notes = []
     for change, plan in zip(recipe.later, plans[1:]):

@@ -129,7 +129,7 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
         from surokit.racing.goal import Goal
 
         given["until"] = Goal.from_dict(settings["until"])
-        given["steps"] = settings["steps"] or max(len(run.steps) for run in race.runs.values())
+        given["steps"] = changes.get("steps", settings["steps"] or max(len(run.steps) for run in race.runs.values()))
     for name, value in settings["session"].items():
         if isinstance(value, dict) and "custom" in value and name not in changes:
             raise ValueError(

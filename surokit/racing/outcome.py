@@ -116,7 +116,12 @@ def outcome(
     """
     names = list(runs)
     rounds = rounds_of(list(runs.values()))
-    rates = {name: [turn.rate for turn in _of_rounds(runs[name], rounds)] for name in names}
+    shared = dict.fromkeys(names, rounds)
+    if has_goal:  # who has reached it rests, and the others have rounds of their own with the baseline
+        shared = {name: rounds_of([run, runs[baseline]]) for name, run in runs.items()}
+        rounds = max((shared[name] for name in names if name != baseline), key=len, default=rounds)
+    rates = {name: [turn.rate for turn in _of_rounds(runs[name], shared[name])] for name in names}
+    against = {name: [turn.rate for turn in _of_rounds(runs[baseline], shared[name])] for name in names}
     losses = {name: run.steps["loss"] for name, run in runs.items()}
     seconds = {name: np.cumsum(run.warm_seconds()) for name, run in runs.items()}
     span = smoothing(max(map(len, losses.values())))
@@ -127,7 +132,7 @@ def outcome(
     price = None if usd_per_hour is None else usd_per_hour / HOUR_S
     rows = []
     for name, run in runs.items():
-        ratio = bootstrap_interval(ratios(rates[name], rates[baseline]), seed=seed)
+        ratio = bootstrap_interval(ratios(rates[name], against[name]), seed=seed)
         timed = rates[name] or [turn.rate for turn in run.turns if turn.steps] or [math.nan]
         low, mid, high = spread(timed)
         n, base_n = needed[name], needed[baseline]

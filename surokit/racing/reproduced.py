@@ -1,4 +1,4 @@
-"""A Reproduction holds what a race, or a study, said beside what came out when it was run again: figure by figure."""
+"""A Reproduction holds what a race said beside what came out when it was run again: figure by figure."""
 
 from __future__ import annotations
 
@@ -16,24 +16,41 @@ if TYPE_CHECKING:
 VERSIONS = ("surokit", "python", "torch", "triton", "cuda", "device", "cpu", "cpu_vectors", "cpu_bf16", "cores")
 
 
+FAR = 0.02  # by which a loss may differ on another machine or version and count as the same
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A Figure is one number of then and now. `then` has an interval where one was stated.
+    """A Figure is one number of then and now, each with its interval where it has one; `now` is None where it did not come out.
 
-    `verdict` is "inside" or "outside" of that interval; without one "equal", or how far off the number is.
+    `verdict`: "inside" of the interval of then; "agrees" where it is outside, but no further than both intervals together allow;
+    "outside". Without an interval "equal", or how far off the number is, "far off" for a loss (`is_loss`) beyond FAR. "missing" where
+    there is none now.
     """
 
     name: str
     then: Interval
-    now: float
+    now: Interval | None
+    is_loss: bool = False
 
     @property
     def verdict(self) -> str:
-        if math.isnan(self.now) or math.isnan(self.then.mid):
-            return "not comparable"
-        if self.then.known:
-            return "inside" if self.then.holds(self.now) else "outside"
-        return "equal" if self.now == self.then.mid else f"off by {self.now / self.then.mid - 1:+.2%}"
+        if self.now is None or math.isnan(self.now.mid):
+            return "missing"
+        then, now = self.then, self.now
+        if then.known:
+            if then.holds(now.mid):
+                return "inside"
+            halves = ((end.high - end.low) / 2 for end in (then, now) if end.known)
+            return "agrees" if abs(now.mid - then.mid) <= math.hypot(*halves) else "outside"
+        if now.mid == then.mid:
+            return "equal"
+        off = now.mid / then.mid - 1 if then.mid else math.inf
+        return f"{'far ' * (self.is_loss and abs(off) > FAR)}off by {off:+.2%}"
+
+    @property
+    def fails(self) -> bool:
+        return self.verdict in ("outside", "missing") or self.verdict.startswith("far ")
 
 
 @dataclass(frozen=True)
@@ -45,8 +62,8 @@ class Reproduction:
 
     @property
     def holds(self) -> bool:
-        """Return whether no figure is outside of its stated interval."""
-        return all(figure.verdict != "outside" for figure in self.figures)
+        """Return whether there are figures and none is missing, outside of what the intervals allow, or a loss that is far off."""
+        return bool(self.figures) and not any(figure.fails for figure in self.figures)
 
     @property
     def is_exact(self) -> bool:
@@ -59,7 +76,7 @@ class Reproduction:
                 figure.name,
                 f"{figure.then.mid:.4f}"
                 + (f" ({figure.then.low:.4f} to {figure.then.high:.4f})" if figure.then.known else ""),
-                f"{figure.now:.4f}",
+                "" if figure.now is None else f"{figure.now.mid:.4f}",
                 figure.verdict,
             )
             for figure in self.figures
@@ -98,28 +115,33 @@ def compare_races(then: RaceResult, now: RaceResult) -> Reproduction:
     ValueError where the two have no run in common.
     """
     before, after = then.outcome, now.outcome
-    names = [name for name in then.runs if name in now.runs]
-    if not names:
+    if not set(then.runs) & set(now.runs):
         raise ValueError("The two races have no run of one name: give the folder of the race that was run again.")
-    figures, differences = [], differences_of(then.environment, now.environment)
-    for name in names:
-        old, new = before[name], after[name]
-        ratios = {"tokens/s x baseline": (old.ratio, new.ratio), "at equal loss": (old.matched, new.matched)}
+    figures: list[Figure] = []
+    differences = differences_of(then.environment, now.environment)
+    for name in then.runs:
+        old, new = before[name], after[name] if name in now.runs else None
+        ratios = {
+            "tokens/s x baseline": (old.ratio, new.ratio if new else None),
+            "at equal loss": (old.matched, new.matched if new else None),
+        }
         for what, (one, other) in ratios.items():
-            if (
-                name != then.baseline and one is not None and other is not None and one.known
-            ):  # too few rounds say nothing
-                figures.append(Figure(f"{name}: {what}", one, other.mid))
-        figures.append(Figure(f"{name}: training loss", plain(old.loss), new.loss))
-        if old.held_out is not None and new.held_out is not None:
-            figures.append(Figure(f"{name}: held-out loss", plain(old.held_out), new.held_out))
-        if old.to_target is not None and new.to_target is not None:
-            figures.append(Figure(f"{name}: steps to the target", plain(old.to_target[0]), new.to_target[0]))
-        works = then.runs[name].work, now.runs[name].work
-        differences += [
-            f"{what} of {name}" for what in ("weights", "data", "seed") if works[0].get(what) != works[1].get(what)
-        ]
-    steps = {len(race.runs[names[0]].steps) for race in (then, now)}
-    if len(steps) > 1:
-        differences.append(f"{max(steps)} steps against {min(steps)}")
+            if name != then.baseline and one is not None and one.known:  # too few rounds say nothing
+                figures.append(Figure(f"{name}: {what}", one, other))
+        figures.append(
+            Figure(f"{name}: training loss", plain(old.loss), plain(new.loss) if new else None, is_loss=True)
+        )
+        if old.held_out is not None:
+            found = plain(new.held_out) if new else None
+            figures.append(Figure(f"{name}: held-out loss", plain(old.held_out), found, is_loss=True))
+        if old.to_target is not None:
+            steps = new.to_target[0] if new and new.to_target else None
+            figures.append(Figure(f"{name}: steps to the target", plain(old.to_target[0]), plain(steps)))
+        if new is not None:
+            works = then.runs[name].work, now.runs[name].work
+            differing = (what for what in ("weights", "data", "seed") if works[0].get(what) != works[1].get(what))
+            differences += [f"{what} of {name}" for what in differing]
+    steps_made = {len(race.runs[then.baseline].steps) for race in (then, now) if then.baseline in race.runs}
+    if len(steps_made) > 1:
+        differences.append(f"{max(steps_made)} steps against {min(steps_made)}")
     return Reproduction(tuple(figures), tuple(differences))

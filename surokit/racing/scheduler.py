@@ -26,6 +26,7 @@ import torch
 
 from surokit.racing import comparability, folder
 from surokit.racing.entries import Builder
+from surokit.racing.goal import Goal
 from surokit.racing.model_swap import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.result import RaceResult
@@ -35,6 +36,7 @@ from surokit.runs.health import Event, Phase
 from surokit.runs.records import Record
 from surokit.train import Session
 from surokit.train.background import Running
+from surokit.train.run_info import numerics_of
 from surokit.widgets.folder import race_words
 
 WARM_UP = 7  # steps before the turns: compilers, autotuning and the recording of graphs are done then
@@ -130,7 +132,13 @@ class Driver:
     """A Driver makes a race go: its sessions, their turns, and what is asked meanwhile."""
 
     def __init__(
-        self, of: RaceResult, builder: Builder, allowed: Sequence[str], live: bool, like: RaceResult | None
+        self,
+        of: RaceResult,
+        builder: Builder,
+        allowed: Sequence[str],
+        live: bool,
+        like: RaceResult | None,
+        goal: Goal | None = None,
     ) -> None:
         self.race, self.builder, self.allowed, self.like = of, builder, allowed, like
         self.control = RaceControl(self)
@@ -141,7 +149,7 @@ class Driver:
         self.moving = False  # models, on to the device or from it: what is half moved is lost
         self._order = comparability.Order(looks=WARM_UP)
         self._works: dict[str, comparability.SessionWork] = {}
-        self._goal = of.goal
+        self._goal = goal
         self._shares = Shares()
         self._view = _View(of, self.control) if live else None
         self._pending: list[_Due] = []  # turns of this round still to be taken
@@ -278,7 +286,10 @@ class Driver:
         recipe = session.recipe
         run.algebra = "" if recipe is None else str(recipe)
         run.recipe = None if recipe is None else recipe.to_dict()
-        run.numerics, run.work = session.numerics, comparability.work_to_dict(own)
+        parts = () if recipe is None else recipe.parts
+        said = [numerics_of(part, session.device) for part in parts]
+        run.numerics = next((words for words in said if words not in ("", "native")), session.numerics)
+        run.work = comparability.work_to_dict(own)
 
     def _refuse(self, found: Sequence[comparability.Difference]) -> None:
         for text in comparability.refuse(found, self.allowed):
@@ -387,7 +398,7 @@ class Driver:
                 self._pending[:1] = due.without(self.sessions[due.name].steps - before)
             if self._pending and self._pending[0].name == due.name:
                 return False
-        self._order.forget(min(session.steps for session in self.sessions.values()))
+        self._order.forget(min(self.sessions[name].steps for name in self._active or self.sessions))
         return True
 
     def _turn(self, due: _Due) -> None:

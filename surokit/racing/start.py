@@ -290,7 +290,7 @@ def race(
         },
         run_dir=where,
     )
-    driver = Driver(built, replace(builder, run_dir=where), allowed, live, like)
+    driver = Driver(built, replace(builder, run_dir=where), allowed, live, like, goal)
     built.driven_by(driver)
 
     def work() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from surokit import convert
-from surokit.applied import fusion_of, part_of, recipe_of
+from surokit.applied import fusion_of, note_recipe, part_of, recipe_of
 from surokit.fusion import Fusion
 from surokit.models.fuse import fuse
 from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
@@ -145,6 +145,8 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     else:
         peers.together(lambda: checkpoints.load_model(found, session.model))
         peers.together(lambda: fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
+    if (recipe := _saved_recipe(meta)) is not None and recipe != session.recipe and session.recipe is not None:
+        note_recipe(session.model, recipe, part_of(session.model))  # with the changes that were made in the run
     if (part := meta.get("part", 0)) != part_of(session.model):
         session.go_over(part)
     if again and own:  # delayed scales of copies are each process's own
@@ -177,8 +179,10 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
 def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str, Any]) -> None:
     """Raise ResumeError where the checkpoint is of another recipe, other data or other trained parameters."""
     meta = found.meta
-    saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
-    check_recipe(saved, session.recipe)
+    saved, given = _saved_recipe(meta), session.recipe
+    # a run that has changed its recipe goes on from where it began, as a script that is started again gives it
+    if not (saved and given and saved.later and saved.parts[0].numbers == given.parts[0].numbers):
+        check_recipe(saved, given)
     own, data = session.data.fingerprint, own_state.get("fingerprint", meta["data"])
     if data != own:
         raise ResumeError(
@@ -189,6 +193,10 @@ def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str,
     if trainable != meta["trainable"]:
         differing = sorted(set(trainable) ^ set(meta["trainable"]))
         raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
+
+
+def _saved_recipe(meta: Mapping[str, Any]) -> Recipe | None:
+    return Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
 
 
 def _load_parts(session: Session, found: checkpoints.Checkpoint, saved: Mapping[str, Any], peers: Peers) -> set[str]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from surokit import convert
+from surokit.recipe import Recipe
 from surokit.runs.status import RunInfo
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ def describe(session: Session, total: int | None, started: float, light: Light, 
 def title_of(session: Session) -> str:
     """Return the recipe's name, or the model's class."""
     return session.recipe.name if session.recipe else type(session.model).__name__
+
+
+def numerics_of(recipe: Recipe | None, device: torch.device) -> str:
+    """Return "native", or what of a recipe is emulated on the device and why; "" for bf16 and without one."""
+    return "" if recipe is None or not recipe.quantized else convert.emulation(recipe, device) or "native"
 
 
 def device_name(device: torch.device) -> str:

@@ -58,7 +58,7 @@ from surokit.train.meters import Numerics
 from surokit.train.peers import ALONE, peers_of
 from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import OwnRandom, RandomState, mixed, seeded
-from surokit.train.run_info import plan_arguments, title_of
+from surokit.train.run_info import numerics_of, plan_arguments, title_of
 from surokit.train.run_status import Condition, Journal
 from surokit.train.saving import Saving
 from surokit.train.setup import (
@@ -614,8 +614,7 @@ class Session(Trainer):
     @property
     def numerics(self) -> str:
         """Return "native", or what is emulated and why; "" for bf16 and for a model as given."""
-        recipe = self.recipe_now
-        return "" if recipe is None or not recipe.quantized else convert.emulation(recipe, self.device) or "native"
+        return numerics_of(self.recipe_now, self.device)
 
     @property
     def graphs(self) -> Capture:
@@ -759,7 +758,10 @@ class Session(Trainer):
         """Let this part of the session's recipe compute."""
         recipe = self.recipe
         assert recipe is not None
+        trained = {name: p.requires_grad for name, p in self.model.named_parameters()}
         convert.apply(self.model, recipe.parts[part])
+        for name, p in self.model.named_parameters():  # what a user has made trainable stays so
+            p.requires_grad_(trained[name])
         note_recipe(self.model, recipe, part)
         share_scales(self.model, self.processes)
         if not self.processes.layout.is_sharded:

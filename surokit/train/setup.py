@@ -127,8 +127,12 @@ def check_changes(recipe: Recipe | None, total: int | None, layout: Parallel) ->
     """
     if recipe is None or not recipe.later:
         return
-    for change in recipe.later:
-        change.step(total)
+    steps = [change.step(total) for change in recipe.later]
+    if any(later <= before for before, later in itertools.pairwise(steps)):
+        raise ValueError(
+            f"The changes of {recipe.name} come after {', '.join(map(str, steps))} steps: each has to come at least a step "
+            "after the one before."
+        )
     if layout.is_sharded and layout.communicate == "codes":
         raise ValueError(
             f"{recipe.name} changes in a run whose processes exchange weights as codes of one recipe: give "

@@ -72,7 +72,11 @@ def alone(name: str, accumulate: int = RANKS) -> dict[str, Any]:
 
 
 TRAINED = [name for name in JOBS if name.partition(", ")[0] in CASES | CHANGING]
-DRAWN = ("fp4", "mxfp4")  # gradients are rounded stochastically, and each process draws numbers of its own
+DRAWN = (
+    "fp4",
+    "mxfp4",
+    "quartet-ii",
+)  # gradients are rounded stochastically, and each process draws numbers of its own
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -66,6 +66,8 @@ def test_a_change_after_so_many_steps_needs_the_steps_of_the_run() -> None:
     after = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=round(steps / 4))})
     assert [share for share, _ in after.parts] == pytest.approx([0.25, 0.75], abs=1e-3)
     with refused(ValueError):
+        sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP8.then(sk.BF16, at=0.5).then(sk.FP8, at=10)})
+    with refused(ValueError):
         sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "length": None})
     alone = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "tokens": None})
     assert alone.days is None

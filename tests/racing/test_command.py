@@ -68,6 +68,8 @@ def test_a_race_is_reproduced_from_its_folder(tmp_path, capsys, text):
     assert row.split()[-1] == "equal"
     assert (tmp_path / "again" / "race.json").exists()
     assert cli.main(["reproduce", str(tmp_path / "nowhere")]) == 2
+    assert cli.main(["reproduce", str(folder), "--run-dir", str(folder)]) == 2  # else it would be compared with itself
+    assert "has content already" in capsys.readouterr().err
 
 
 def test_a_race_of_a_script_is_not_reproduced_without_it(tmp_path, capsys, make):

@@ -85,6 +85,21 @@ def test_an_accuracy_is_a_goal_and_a_folder_keeps_it(tmp_path: Path) -> None:
     assert [r.reached for r in rerun.runs.values()] == [r.reached for r in race.runs.values()]
 
 
+def test_a_rerun_may_have_other_steps(tmp_path: Path) -> None:
+    race = on_task(steps=12, until=sk.Goal(1.0, TASK, problems=64), run_dir=tmp_path / "race")
+    rerun = race.rerun(model=fresh(), data=TASK.batches(8), steps=8, live=False)
+    assert {len(run.steps) for run in rerun.runs.values()} == {8}
+
+
+def test_who_has_reached_the_goal_takes_no_rounds_from_the_others() -> None:
+    race = on_task(steps=28, until=sk.Goal(1.0, TASK, problems=64))
+    race.runs["fp8"].turns[:] = race.runs["fp8"].turns[:2]  # as if it had been there after two rounds
+    found = race.outcome
+    assert found.rounds == len(race.runs["bf16 again"].turns)
+    assert found["bf16 again"].ratio.known
+    assert not found["fp8"].ratio.known
+
+
 def test_a_race_goes_on_to_its_goal(make):
     race = make(steps=8, eval=HELD_OUT, until=0.001, turn_s=1e-6)
     race.go_on(steps=4)
@@ -112,6 +127,7 @@ def test_a_task_that_is_not_made_of_plain_values_is_given_again():
     class Own(sk.Copying):
         pass
 
-    said = Goal(0.5, Own(size=4)).to_dict()
+    goal = Goal(1 / 64, Own(size=4), problems=64)
     with refused(ValueError):
-        Goal.from_dict(said)
+        Goal.from_dict(goal.to_dict())
+    assert on_task(steps=12, until=goal).runs["bf16"].goals

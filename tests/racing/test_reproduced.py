@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import surokit as sk
@@ -14,25 +13,37 @@ from tests.refusals import refused
 RATIO = Interval(1.1, 1.2, 1.3)
 
 
+def sharp(value: float) -> Interval:
+    return Interval(value - 0.01, value, value + 0.01)
+
+
 def test_a_figure_is_judged_by_its_interval_or_to_the_bit():
-    assert Figure("ratio", RATIO, 1.29).verdict == "inside"
-    assert Figure("ratio", RATIO, 1.31).verdict == "outside"
-    assert Figure("loss", plain(2.5), 2.5).verdict == "equal"
-    assert Figure("loss", plain(2.5), 2.525).verdict == "off by +1.00%"
-    assert Figure("loss", plain(None), 2.5).verdict == "not comparable"
-    assert Figure("loss", plain(2.5), math.nan).verdict == "not comparable"
+    assert Figure("ratio", RATIO, sharp(1.29)).verdict == "inside"
+    assert Figure("ratio", RATIO, sharp(1.31)).verdict == "outside"
+    assert Figure("ratio", RATIO, Interval(1.21, 1.31, 1.41)).verdict == "agrees"
+    assert Figure("ratio", RATIO, plain(1.31)).verdict == "outside"
+    assert Figure("loss", plain(2.5), plain(2.5)).verdict == "equal"
+    assert Figure("loss", plain(2.5), plain(2.525), is_loss=True).verdict == "off by +1.00%"
+    assert Figure("loss", plain(2.5), plain(5.0), is_loss=True).verdict == "far off by +100.00%"
+    assert Figure("steps", plain(10), plain(12)).verdict == "off by +20.00%"
+    assert Figure("loss", plain(0.0), plain(0.1)).verdict == "off by +inf%"
+    assert Figure("loss", plain(2.5), None).verdict == "missing"
+    assert Figure("steps", plain(10), plain(None)).verdict == "missing"
 
 
 def test_what_holds_and_what_is_exact():
-    ratio, loss = Figure("ratio", RATIO, 1.2), Figure("loss", plain(2.5), 2.5)
+    ratio, loss = Figure("ratio", RATIO, plain(1.2)), Figure("loss", plain(2.5), plain(2.5), is_loss=True)
     good = Reproduction((ratio, loss), ())
     assert good.holds
     assert good.is_exact
     assert "1 of 1 figures with a stated interval are inside of it; 1 of 1 others are equal." in str(good)
-    bad = Reproduction((replace(ratio, now=2.0), replace(loss, now=2.6)), ("torch 2.14 for 2.13",))
-    assert not bad.holds
+    bad = Reproduction((ratio, replace(loss, now=plain(2.52))), ("torch 2.14 for 2.13",))
+    assert bad.holds
     assert not bad.is_exact
     assert "Not as it was then: torch 2.14 for 2.13." in str(bad)
+    for wrong in (replace(ratio, now=plain(2.0)), replace(loss, now=plain(9.0)), replace(loss, now=None)):
+        assert not Reproduction((ratio, loss, wrong), ()).holds
+    assert not Reproduction((), ()).holds
 
 
 def test_a_race_that_is_run_again_gives_the_same_losses(model):
@@ -46,6 +57,9 @@ def test_a_race_that_is_run_again_gives_the_same_losses(model):
     many = compare_races(then := raced(model, steps=24, turn_s=1e-6), then)
     assert "fp8: tokens/s x baseline" in [figure.name for figure in many.figures]
     assert many.holds
+    short = compare_races(then, raced(model, {"bf16": sk.BF16}, steps=24, turn_s=1e-6))
+    assert not short.holds
+    assert {figure.verdict for figure in short.figures if figure.name.startswith("fp8:")} == {"missing"}
     longer = compare_races(now, raced(model, steps=16, turn_s=1e-6, seed=3))
     assert not longer.is_exact
     assert "16 steps against 12" in longer.differences

@@ -13,7 +13,7 @@ import surokit as sk
 from surokit.applied import recipe_of
 from surokit.parallel.layout import Parallel
 from surokit.runs.status import read_status
-from surokit.train import Cosine, Session
+from surokit.train import Cosine, ResumeError, Session
 from surokit.train.setup import check_changes
 from tests.refusals import refused
 from tests.train.replay import Replays, graphed
@@ -126,6 +126,45 @@ def test_stored_weights_and_adapters_stay() -> None:
     assert all(torch.equal(session.model.get_parameter(name), p) for name, p in frozen.items())
 
 
+def test_what_a_user_has_made_trainable_stays_so() -> None:
+    recipe = sk.QFP8.lora(rank=4, targets=("hidden",))
+    model = Toy(width=32).bfloat16()
+    sk.apply(model, recipe.then(recipe.but(forward=sk.FP8_BLOCK), at=2))
+    model.norm.requires_grad_(True)
+    session = make_session(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert "norm.weight" in trained
+    session.run(4)
+    assert session.recipe_now == recipe.but(forward=sk.FP8_BLOCK)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
+
+
+def test_a_script_that_is_started_again_goes_on_with_what_was_switched(tmp_path: Path) -> None:
+    whole = make(sk.FP8_CURRENT)
+    first = make(sk.FP8_CURRENT, run_dir=tmp_path / "run")
+    for session in (whole, first):
+        session.run(3)
+        session.switch(sk.MXFP8)
+        session.run(1)
+    first.save()
+    again = make(sk.FP8_CURRENT, run_dir=tmp_path / "run", exist="resume")
+    assert again.recipe == first.recipe
+    assert again.recipe_now == sk.MXFP8
+    whole.run(3)
+    again.run(3)
+    assert_same_state(whole, again)
+    with refused(ResumeError):
+        make(sk.FP8_ROWWISE, run_dir=tmp_path / "run", exist="resume")
+
+
+def test_another_precision_for_a_while_leaves_a_change_that_was_made_meanwhile() -> None:
+    session = make(sk.FP8_CURRENT.then(sk.FP8_ROWWISE, at=1))
+    with sk.precision(session.model, "bf16"):
+        session.run(2)
+    layer = session.model.get_submodule("hidden")
+    assert layer.precision.recipe == sk.FP8_ROWWISE  # type: ignore[union-attr]
+
+
 def test_panels_are_told() -> None:
     session, heard = make(sk.FP8_CURRENT.then(sk.BF16, at=2)), Listener()
     session.subscribe(heard)
@@ -176,6 +215,8 @@ def test_what_cannot_change_is_refused() -> None:
     with refused(ValueError):
         check_changes(sk.FP8.then(sk.BF16, at=2), 20, Parallel(shard=2, communicate="codes"))
     check_changes(sk.FP8.then(sk.BF16, at=2), 20, Parallel(shard=2))
+    with refused(ValueError):
+        make(sk.FP8.then(sk.BF16, at=0.5).then(sk.FP8, at=3))
     session = make(sk.FP8_CURRENT)
     with refused(ValueError):
         session.switch(sk.QFP8)
