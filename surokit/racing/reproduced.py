@@ -24,7 +24,7 @@ class Figure:
     """A Figure is one number of then and now, each with its interval where it has one; `now` is None where it did not come out.
 
     `verdict`: "inside" of the interval of then; "agrees" where it is outside, but no further than both intervals together allow;
-    "outside". Without an interval "equal", or how far off the number is, "far off" for a loss (`is_loss`) beyond FAR. "missing" where
+    "outside". Without an interval "equal", or how far off the number is, "far off" for a loss (`is_loss`) beyond FAR. "missing" if
     there is none now.
     """
 
