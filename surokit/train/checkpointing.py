@@ -145,8 +145,9 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     else:
         peers.together(lambda: checkpoints.load_model(found, session.model))
         peers.together(lambda: fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
-    if (recipe := _saved_recipe(meta)) is not None and recipe != session.recipe and session.recipe is not None:
-        note_recipe(session.model, recipe, part_of(session.model))  # with the changes that were made in the run
+    saved, given = _saved_recipe(meta), session.recipe
+    if saved is not None and given is not None and saved.numbers != given.numbers:
+        note_recipe(session.model, saved, part_of(session.model))  # with the changes that were made in the run
     if (part := meta.get("part", 0)) != part_of(session.model):
         session.go_over(part)
     if again and own:  # delayed scales of copies are each process's own
