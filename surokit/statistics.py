@@ -176,10 +176,15 @@ class Gap(NamedTuple):
     p: float
 
     def within(self, gate: float) -> str:
-        """Say where the interval lies: "inside" of -gate to gate, "outside" of it, or "undecided" across an end of it."""
-        if -gate <= self.low and self.high <= gate:
-            return "inside"
-        return "outside" if self.low > gate or self.high < -gate else "undecided"
+        """Say where the interval lies, as `judged` does."""
+        return judged(self.low, self.high, gate)
+
+
+def judged(low: float, high: float, gate: float) -> str:
+    """Say where an interval lies: "inside" of -gate to gate, "outside" of it, or "undecided" across an end of it."""
+    if -gate <= low and high <= gate:
+        return "inside"
+    return "outside" if low > gate or high < -gate else "undecided"
 
 
 def paired_gap(differences: Sequence[float], level: float = 0.95) -> Gap:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.recipe import recipes
+from surokit.statistics import judged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,10 +43,7 @@ def verdict(interval: Mapping[str, float] | None) -> str:
     """Say where the interval lies: "inside" the gate, "outside" it, "undecided" across its edge; "running" without one."""
     if interval is None:
         return "running"
-    low, high, gate = interval["low"], interval["high"], interval["gate"]
-    if -gate <= low and high <= gate:
-        return "inside"
-    return "outside" if low > gate or high < -gate else "undecided"
+    return judged(interval["low"], interval["high"], interval["gate"])
 
 
 def table(data: Mapping[str, Any]) -> str:

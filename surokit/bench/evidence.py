@@ -498,19 +498,23 @@ def baseline_of(recipe: str) -> str:
     return "bf16+lora" if recipe in FROZEN else "bf16"
 
 
+def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, Any]]:
+    """Return a recipe's run and its baseline's, of a size or a task, for every seed that has both."""
+    base = "scratch" if kind == "alone" else kind, baseline_of(recipe)
+    keys = (
+        (Run(kind, of, recipe, seed, 0.0).key, Run(base[0], of, base[1], seed, 0.0).key)
+        for seed in range(max(*SEEDS.values(), TASK_SEEDS))
+    )
+    found = data["runs"]
+    return [(found[own], found[other]) for own, other in keys if own in found and other in found]
+
+
 def gaps(data: Mapping[str, Any], kind: str, size: str, recipe: str, step: int | None = None) -> list[float]:
     """Return the relative gap of the held-out loss to the baseline, of every seed that has both runs.
 
     step: of the training, one of the curve's; None for the last.
     """
-    found = data["runs"]
-    base_kind = "scratch" if kind == "alone" else kind
-    pairs = (
-        (found.get(Run(kind, size, recipe, seed, 0.0).key), found.get(Run(base_kind, size, base, seed, 0.0).key))
-        for base in [baseline_of(recipe)]
-        for seed in range(max(SEEDS.values()))
-    )
-    return [loss_at(own, step) / loss_at(base, step) - 1 for own, base in pairs if own and base]
+    return [loss_at(own, step) / loss_at(base, step) - 1 for own, base in _paired(data, kind, size, recipe)]
 
 
 def loss_at(found: Mapping[str, Any], step: int | None = None) -> float:
@@ -521,15 +525,7 @@ def loss_at(found: Mapping[str, Any], step: int | None = None) -> float:
 
 def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
     """Return how much more of a task a recipe gets right than its baseline at the end, as a share, of every seed that has both."""
-    found = data["runs"]
-    pairs = (
-        (
-            found.get(Run(kind, task, recipe, seed, 0.0).key),
-            found.get(Run(kind, task, baseline_of(recipe), seed, 0.0).key),
-        )
-        for seed in range(TASK_SEEDS)
-    )
-    return [own["curve"][-1][-1] - base["curve"][-1][-1] for own, base in pairs if own and base]
+    return [own["curve"][-1][-1] - base["curve"][-1][-1] for own, base in _paired(data, kind, task, recipe)]
 
 
 def steps_to(found: Mapping[str, Any], accuracy: float) -> int | None:

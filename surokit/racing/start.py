@@ -237,13 +237,6 @@ def race(
         )
     _check_numbers(turn_s, target_loss, usd_per_gpu_hour)
     goal = read_goal(until)
-    if (
-        goal is not None
-        and goal.task is None
-        and eval is None
-        and not all(_evaluates(entry) for entry in _listed(entries))
-    ):
-        raise ValueError(f"race(until={goal.at:g}) is a held-out loss: give eval=, the batches that it is taken on.")
     if goal is not None and target_loss is not None:
         raise ValueError("race(until=...) is the target of the race: leave out target_loss=.")
     if schedule == "auto":
@@ -261,6 +254,8 @@ def race(
             f"race({theirs[0]}=...) is none of its settings: the race itself evaluates and saves, between turns."
         )
     who = grid(entries, control)
+    if goal is not None and goal.task is None and eval is None:
+        _check_evaluates(goal, who)
     if steps is None and schedule == _CONSTANT:
         _check_changes(who)
     allowed = comparability.check_allowed(allow)
@@ -301,15 +296,10 @@ def race(
     return built
 
 
-def _listed(entries: Any) -> list[Any]:
-    """Return the entries without their names."""
-    return list(
-        entries.values() if isinstance(entries, Mapping) else entries if isinstance(entries, Iterable) else [entries]
-    )
-
-
-def _evaluates(entry: Any) -> bool:
-    return isinstance(entry, Session) and entry.eval is not None
+def _check_evaluates(goal: Goal, who: Grid) -> None:
+    """Raise ValueError where a goal is a held-out loss and a run has nothing that it could be taken on."""
+    if not all(isinstance(entry, Session) and entry.eval is not None for entry in who.entries.values()):
+        raise ValueError(f"race(until={goal.at:g}) is a held-out loss: give eval=, the batches that it is taken on.")
 
 
 def _check_changes(who: Grid) -> None:

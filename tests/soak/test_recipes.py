@@ -7,8 +7,6 @@ was interrupted goes on where it stopped. Gates: NVIDIA's and DeepSeek's publish
 """
 
 import json
-import math
-import statistics
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,11 @@ import torch
 import surokit as sk
 from surokit import texts
 from surokit.environment import environment
+from surokit.statistics import paired_gap
 
 OUT = Path(__file__).parents[2] / "docs" / "measurements" / "recipes.json"
 SEEDS = 24
-# Student's t, two-sided, for 5 to 24 seeds
-_T = """2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160
-2.145 2.131 2.120 2.110 2.101 2.093 2.086 2.080 2.074 2.069"""
-T_95 = dict(zip(range(5, 25), map(float, _T.split())))
+FEWEST = 5  # seeds, from which an interval is told
 STEPS, TUNING_STEPS = 200, 100
 PRODUCTS = {
     "fp8": 0.0025,
@@ -90,8 +86,8 @@ def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     for name, gate in GATES.items():
         base = "bf16-lora" if name in STORED else "bf16"
         gaps = [run[name] / run[base] - 1 for run in runs]
-        mean, half = statistics.mean(gaps), T_95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-        intervals[name] = {"mean": mean, "low": mean - half, "high": mean + half, "gate": gate}
+        gap = paired_gap(gaps)
+        intervals[name] = {"mean": gap.mean, "low": gap.low, "high": gap.high, "gate": gate}
     return intervals
 
 
@@ -111,7 +107,7 @@ def test_training_stays_within_the_gates():
             "steps": {"from scratch": STEPS, "fine-tuning": TUNING_STEPS},
             "environment": environment(),
             "runs": runs,
-            "intervals": summary(runs) if len(runs) in T_95 else {},
+            "intervals": summary(runs) if len(runs) >= FEWEST else {},
         }
         OUT.write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
     intervals = summary(runs)
