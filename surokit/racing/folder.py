@@ -117,6 +117,11 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
     }
     given: dict[str, Any] = {name: settings[name] for name in _KEPT}
     given |= {"steps": min(len(run.steps) for run in race.runs.values()), "turn_s": settings["turn_s"] or _turn_s(race)}
+    if settings.get("until") is not None and "until" not in changes:
+        from surokit.racing.goal import Goal
+
+        steps = settings["steps"] or max(len(run.steps) for run in race.runs.values())
+        given |= {"until": Goal.from_dict(settings["until"]), "steps": steps}
     given |= changes
     try:
         if "optimizer" not in changes:
@@ -125,11 +130,6 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
             given["schedule"] = schedule_from_dict(settings["schedule"])
     except ValueError as error:
         raise ValueError(f"The folder does not hold everything that the race was run with. {error}") from error
-    if settings.get("until") is not None and "until" not in changes:
-        from surokit.racing.goal import Goal
-
-        given["until"] = Goal.from_dict(settings["until"])
-        given["steps"] = changes.get("steps", settings["steps"] or max(len(run.steps) for run in race.runs.values()))
     for name, value in settings["session"].items():
         if isinstance(value, dict) and "custom" in value and name not in changes:
             raise ValueError(

@@ -125,8 +125,9 @@ def outcome(
     losses = {name: run.steps["loss"] for name, run in runs.items()}
     seconds = {name: np.cumsum(run.warm_seconds()) for name, run in runs.items()}
     span = smoothing(max(map(len, losses.values())))
-    target = reached_by_all(list(losses.values()), span) if target_loss is None else target_loss
-    target = math.nan if has_goal else target
+    target = target_loss
+    if target is None:
+        target = math.nan if has_goal else reached_by_all(list(losses.values()), span)
     at_s = float(np.min([s[-1] if len(s) else math.nan for s in seconds.values()]))  # nan where one of them is
     needed = {name: run.reached if has_goal else steps_to(losses[name], target, span) for name, run in runs.items()}
     price = None if usd_per_hour is None else usd_per_hour / HOUR_S
@@ -208,8 +209,8 @@ def _steps_per_day(run: Run) -> float:
 def _goodput(runs: Mapping[str, Run]) -> float:
     """Return the share of the race's clock in which steps were taken: the rest went to looking, saving and changing over.
 
-    Untimed steps count as the mean of the timed ones of their turn. nan before there is a whole turn, and of a race that was gone
-    on with after a while, since its clock stands meanwhile.
+    Untimed steps count as the mean of the timed ones of their turn. The clock stands between two calls of a race that is gone on
+    with. nan before there is a whole turn.
     """
     turns = sorted((turn for run in runs.values() for turn in run.whole_turns), key=lambda turn: turn.at_s)
     if not turns:
