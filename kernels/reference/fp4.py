@@ -13,33 +13,36 @@ TransformerEngine.
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from surokit.formats import E2M1
 
-from .quantize import round_stochastic
+from .quantize import round_down_to_power_of_two, round_stochastic
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SIGNED = VALUES + tuple(-v for v in VALUES)
-# Midpoints of neighbours, and whether the midpoint itself goes to the lower code (the one with the even mantissa)
-_MIDPOINTS = tuple((0.5 * (low + high), code % 2 == 0) for code, (low, high) in enumerate(pairwise(VALUES)))
 
 
 def encode(y: Tensor, key: Tensor | None = None) -> Tensor:
-    """Return the nibbles (uint8, 0 .. 15) of float32 numbers, to nearest even; with a key rounded stochastically after a clamp to
-    +-6."""
-    if key is not None:
-        y = round_stochastic(y.clamp(-E2M1.max, E2M1.max), E2M1, key)
-    magnitude = y.abs()
-    nibbles = torch.full(y.shape, len(VALUES) - 1, dtype=torch.uint8, device=y.device)
-    for midpoint, lower in _MIDPOINTS:
-        # counted from above, so that a NaN, which compares with nothing, stays at the largest magnitude
-        nibbles -= (magnitude <= midpoint if lower else magnitude < midpoint).view(torch.uint8)
-    nibbles |= y.signbit().view(torch.uint8) << 3
-    return nibbles
+    """Return the nibbles (uint8, 0 .. 15) of float32 numbers, clamped to +-6, to nearest even; with a key rounded stochastically.
+
+    Bits are moved, as torch compares on a CPU one element at a time: a third of the time of counting the midpoints below.
+    """
+    y = y.clamp(-E2M1.max, E2M1.max)
+    rounded = _rounded(y) if key is None else round_stochastic(y, E2M1, key)
+    # float16 has its least normal number, 2^-14, where E2M1 has 1: its bits are then E2M1's and nine zeros (of a NaN, ones)
+    bits = rounded.mul_(2.0**-14).to(torch.float16).view(torch.int16)
+    nibbles = ((bits >> 9) & 7).bitwise_or_((bits >> 12).bitwise_and_(8))
+    return nibbles.to(torch.uint8, memory_format=torch.contiguous_format)
+
+
+def _rounded(y: Tensor) -> Tensor:
+    """Return float32 numbers within +-6, rounded to E2M1's nearest, a tie to the even one; a zero keeps its sign."""
+    # after adding 1.5 * 2^22 binades a float32 has no room for bits below half a binade, and the addition rounds to nearest even
+    shift = round_down_to_power_of_two(y).clamp_(min=E2M1.min_normal).mul_(1.5 * 2.0**22)
+    return (y + shift).sub_(shift).copysign_(y)
 
 
 def decode(nibbles: Tensor) -> Tensor:
@@ -82,7 +85,9 @@ def pack(nibbles_MK: Tensor) -> Tensor:
     """Return the codes packed, uint8 [M, ceil(K/2)], the even element in the low nibble; an odd K is filled up with a zero."""
     if nibbles_MK.shape[1] % 2:
         nibbles_MK = torch.nn.functional.pad(nibbles_MK, (0, 1))
-    return nibbles_MK[:, 1::2] << 4 | nibbles_MK[:, ::2]
+    M, K = nibbles_MK.shape
+    both = nibbles_MK.reshape(-1).view(torch.int16)  # the even element in the low byte
+    return (both >> 4).bitwise_or_(both).to(torch.uint8).view(M, K // 2)
 
 
 def unpack(packed: Tensor, columns: int) -> Tensor:

@@ -72,7 +72,7 @@ def _scale_bytes(amax_MC: Tensor, format: Format, rule: Rule) -> Tensor:
         # Up to the next exponent unless it is a power of two already. Of the subnormals, 2^-127 and below have byte 0.
         exponent = (bits + (bits > 0x00400000).int() * 0x7FFFFF) >> 23
     else:
-        bits = amax_MC.view(torch.int32)
+        bits = amax_MC.view(torch.int32).clamp(max=0x7F800000)  # NaN as inf: a NaN of ones only would overflow
         if rule == "even":
             bits = bits + (1 << (22 - format.mantissa_bits))
         exponent = (bits >> 23) - format.max_exponent

@@ -166,9 +166,9 @@ def _block_scale(wanted_RC: Tensor, block_amax_RC: Tensor) -> Tensor:
 
 
 def _divided(x_RrCc: Tensor, scales_RC: Tensor, encode: Tensor) -> Tensor:
-    """Return x over the decode scale S_blk / S_enc, clamped to the range of E2M1."""
+    """Return x over the decode scale S_blk / S_enc."""
     inverse_RC = (values(scales_RC).float() * encode.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
-    return (x_RrCc * _over_blocks(inverse_RC)).clamp_(-E2M1.max, E2M1.max)
+    return x_RrCc * _over_blocks(inverse_RC)
 
 
 def _error(x_RrCc: Tensor, scales_RC: Tensor, encode: Tensor, amax: Tensor, kind: ErrorOf) -> Tensor:

@@ -94,7 +94,13 @@ def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     if rows == 0 and columns == 0:
         low, high = torch.aminmax(x_MK)  # one pass and no temporary
         return torch.maximum(-low, high).abs().float().view(1, 1)  # zeros have no sign in an amax
-    return _tiles(x_MK.abs(), rows, columns).amax(dim=(1, 3)).float()
+    # floats without their signs are in the order of their bits, NaN last, and torch takes the maximum of integers in a sixth of
+    # the time
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x_MK.element_size()]
+    magnitude = x_MK.view(whole).bitwise_and(torch.iinfo(whole).max)
+    tiles_RrCc = _tiles(magnitude, rows, columns)
+    rows_RCc = tiles_RrCc[:, 0] if rows == 1 else tiles_RrCc.amax(dim=1)
+    return rows_RCc.amax(dim=-1).contiguous().view(x_MK.dtype).float()
 
 
 def encode_scale(amax_RC: Tensor, format: Format, pow2: bool, floor: float = 0.0) -> Tensor:
@@ -113,7 +119,7 @@ def encode_scale(amax_RC: Tensor, format: Format, pow2: bool, floor: float = 0.0
 
 
 def round_down_to_power_of_two(x: Tensor) -> Tensor:
-    """Clear the mantissa bits of positive, normal float32 numbers."""
+    """Clear the sign and the mantissa bits of normal float32 numbers: 2^floor(log2 |x|); 0 of subnormal ones, inf of NaN."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
@@ -153,11 +159,10 @@ def encode(
 
 def round_stochastic(y: Tensor, format: Format, key: Tensor) -> Tensor:
     """Round in-range float32 numbers up or down with P(up) = (|y| - low) / (high - low): unbiased. NaN stays NaN."""
-    magnitude = y.abs()
-    binade = round_down_to_power_of_two(magnitude).clamp_(min=format.min_normal)
-    steps = magnitude.div_(binade).mul_(2.0**format.mantissa_bits)  # powers of two: exact
-    rounded = steps.add_(uniform(y.shape, key)).floor_().mul_(2.0**-format.mantissa_bits).mul_(binade)
-    return torch.where(y.isnan(), y, torch.copysign(rounded.clamp_(max=format.max), y))
+    step = round_down_to_power_of_two(y).clamp_(min=format.min_normal).mul_(2.0**-format.mantissa_bits)
+    steps = y.abs().div_(step)  # a power of two: exact
+    rounded = steps.add_(uniform(y.shape, key)).floor_().mul_(step)
+    return rounded.clamp_(max=format.max).copysign_(y)
 
 
 def decode(
