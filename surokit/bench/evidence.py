@@ -5,9 +5,11 @@ small models can do, by tasks that are graded exactly. Runs are paired by seeds.
 
 A run is one model trained by one recipe: those of a seed start from the same weights and see the same batches. The study is planned
 before it runs: `plan` takes the spread between seeds of the study before (recipes.json) and says with how many seeds a gate can be
-decided; `SEEDS` is what was taken. Every recipe trains at the learning rate that was best for it in a short sweep.
+decided; `SEEDS` is what was taken. Every recipe trains at the learning rate that was best for it in a short sweep; where it was not
+swept, at that of bf16.
 
-Runs are taken in an order in which the file says something early: sweeps, then seed by seed. Each writes its checkpoint as it goes,
+Runs are taken in an order in which the file says something early: seed by seed, the sweep of a size before its first. Each writes
+its checkpoint as it goes,
 in --folder, so that the same command goes on in the middle of a run; what is done is in --out at once. A recipe that changes in
 mid-run goes on from the run of its first part, bit for bit what it would have computed by itself.
 """
@@ -67,13 +69,14 @@ SIZES = {
 OF_A_TASK = Size("task", 2, 64, 4, 176)
 OF_TASKS = ("task", "retaught")
 #: How many seeds each size has; `plan` says why.
-SEEDS = {"1M": 8, "3M": 4, "8M": 3}
+SEEDS = {"1M": 6, "3M": 3, "8M": 2}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
 FROM_SCRATCH = ("bf16", "fp8-current", "mxfp8", "fp4", SWITCHED, "quartet-ii")
 #: Frozen weights, under an adapter of rank 16, "loftq" where it begins with the quantization error; against bf16 with an adapter.
 FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4", "qfp8 loftq", "qfp4 loftq", "qnf4 loftq")
-#: Recipes that are not trained at every size.
-ONLY_AT = {"quartet-ii": ("1M", "3M")}
+#: Recipes that are not trained at every size, and those with fewer seeds: what they would take is most of the study's hours.
+ONLY_AT = {"quartet-ii": ("1M",), "mxfp8": ("1M", "3M"), **dict.fromkeys(FROZEN[-3:], ("1M", "3M"))}
+SEEDS_OF = {"quartet-ii": 3}
 #: Where the gap of fp4 comes from: one product at a time, and all products of one kind of layer.
 ALONE = (
     "bf16(forward=fp4)",
@@ -83,7 +86,7 @@ ALONE = (
     "fp4 in mlp",
     "fp4 everywhere",
 )
-ALONE_SEEDS = 3
+ALONE_SEEDS = 2
 GATES = {
     "fp8-current": 0.0025,
     "mxfp8": 0.0025,
@@ -98,7 +101,8 @@ GATES = {
     "qnf4 loftq": 0.01,
 }
 RATES = {"1M": (2e-3, 4e-3, 8e-3, 1.6e-2), "3M": (1.5e-3, 3e-3, 6e-3), "8M": (1e-3, 2e-3, 4e-3)}
-SWEPT = ("bf16", "fp8-current", "mxfp8", "fp4", "quartet-ii")  # a recipe that changes takes the rate of its first part
+#: A recipe that changes takes the rate of its first part.
+SWEPT = {"1M": ("bf16", "fp8-current", "mxfp8", "fp4", "quartet-ii"), "3M": ("bf16", "fp4"), "8M": ("bf16", "fp4")}
 TUNING_RATE = 1e-3
 #: Tasks by name; a small model learns each from scratch, and a task of its kind after it with an adapter over frozen weights.
 TASKS = {
@@ -107,7 +111,7 @@ TASKS = {
     "brackets": lambda: _tasks().Brackets(kinds=2, size=16),
     "addition, reversed": lambda: _tasks().Addition(digits=2, reverse=True),
 }
-ABLE = ("bf16", "fp8-current", "fp4", SWITCHED, "quartet-ii")
+ABLE = ("bf16", "fp8-current", "fp4", SWITCHED)
 TASK_STEPS, TASK_RATE, TASK_BATCH, TASK_SEEDS = 1600, 1e-3, 64, 5
 RETAUGHT = "addition, reversed"  # after addition: the same characters, another order
 RETAUGHT_STEPS, RETAUGHT_RATE = 800, 3e-3
@@ -203,8 +207,11 @@ def write_plan(earlier: Path, out: Path) -> dict[str, Any]:
         "settings": SETTINGS,
         "environment": {key: value for key, value in environment().items() if key != "platform"},
         "seeds": SEEDS,
+        "seeds of some": SEEDS_OF,
+        "only at": ONLY_AT,
         "gates": GATES,
         "learning rates tried": RATES,
+        "tried with": SWEPT,
         "wanted": plan(json.loads(earlier.read_text(encoding="utf-8"))),
     }
     result.write(data, out)
@@ -212,59 +219,59 @@ def write_plan(earlier: Path, out: Path) -> dict[str, Any]:
 
 
 def runs(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Run]:
-    """Yield all runs of the study that can begin, by what was `found`, in their order: sweeps, then some seeds of each size."""
-    for size in SIZES:
-        yield from sweep(size)
+    """Yield all runs of the study that can begin, by what was `found`, in their order: some seeds of each size, tasks between."""
     all_of_them = [(size, seed) for size in SIZES for seed in range(SEEDS[size])]
     ordered = sorted(all_of_them, key=lambda each: (each[1] + 1) / SEEDS[each[0]])
-    yield from _of_tasks(found, range(1))
-    for size, seed in ordered[:2]:
+    for place, (size, seed) in enumerate(ordered):
+        if seed == 0:
+            yield from sweep(size)
         yield from _of_seed(found, size, seed)
-    yield from _of_tasks(found, range(1, TASK_SEEDS))
-    for size, seed in ordered[2:]:
-        yield from _of_seed(found, size, seed)
+        if place < TASK_SEEDS:
+            yield from _of_tasks(found, seed=place)
 
 
-def _of_tasks(found: Mapping[str, Mapping[str, Any]], seeds: Iterable[int]) -> Iterator[Run]:
-    for seed in seeds:
-        for task, recipe in itertools.product(TASKS, ABLE):
-            if task != RETAUGHT:
-                yield Run("task", task, recipe, seed, TASK_RATE)
-        for recipe in FROZEN:
-            run = Run("retaught", RETAUGHT, recipe, seed, RETAUGHT_RATE, TASK_RATE)
-            if run.base is not None and run.base.key in found:
-                yield run
+def _of_tasks(found: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run]:
+    for task, recipe in itertools.product(TASKS, ABLE):
+        if task != RETAUGHT:
+            yield Run("task", task, recipe, seed, TASK_RATE)
+    for recipe in FROZEN:
+        run = Run("retaught", RETAUGHT, recipe, seed, RETAUGHT_RATE, TASK_RATE)
+        if run.base is not None and run.base.key in found:
+            yield run
 
 
 def _of_seed(found: Mapping[str, Mapping[str, Any]], size: str, seed: int) -> Iterator[Run]:
-    rates = {recipe: best_rate(found, size, recipe) for recipe in SWEPT}
-    for recipe in trained_at(size):
+    for recipe in trained_at(size, FROM_SCRATCH, seed):
         begins = recipe.partition(" then ")[0]
-        if (lr := rates[begins]) is not None:
+        if (lr := best_rate(found, size, begins)) is not None:
             run = Run("scratch", size, recipe, seed, lr)
             if recipe == begins or replace(run, recipe=begins).key in found:
                 yield run
-    if (lr := rates["bf16"]) is not None and Run("scratch", size, "bf16", seed, lr).key in found:
-        for recipe in FROZEN:
+    if (lr := best_rate(found, size, "bf16")) and Run("scratch", size, "bf16", seed, lr).key in found:
+        for recipe in trained_at(size, FROZEN, seed):
             yield Run("tuning", size, recipe, seed, TUNING_RATE, lr)
-    if size == "1M" and seed < ALONE_SEEDS and (lr := rates["fp4"]) is not None:
+    if size == "1M" and seed < ALONE_SEEDS and (lr := best_rate(found, size, "fp4")):
         for recipe in ALONE:
             yield Run("alone", size, recipe, seed, lr)
 
 
 def sweep(size: str) -> list[Run]:
-    return [Run("sweep", size, recipe, 0, lr) for recipe in trained_at(size) if recipe in SWEPT for lr in RATES[size]]
+    return [Run("sweep", size, recipe, 0, lr) for recipe in SWEPT[size] for lr in RATES[size]]
 
 
-def trained_at(size: str) -> list[str]:
-    """Return the recipes that are trained from scratch at a size."""
-    return [recipe for recipe in FROM_SCRATCH if size in ONLY_AT.get(recipe, SIZES)]
+def trained_at(size: str, recipes: Iterable[str], seed: int = 0) -> list[str]:
+    """Return those of the recipes that are trained at a size with a seed."""
+    return [
+        recipe for recipe in recipes if size in ONLY_AT.get(recipe, SIZES) and seed < SEEDS_OF.get(recipe, SEEDS[size])
+    ]
 
 
 def best_rate(found: Mapping[str, Mapping[str, Any]], size: str, recipe: str) -> float | None:
-    """Return the learning rate with the lowest held-out loss in the sweep; None before it is over."""
-    tried = [run for run in sweep(size) if run.recipe == recipe]
-    if not tried or any(run.key not in found for run in tried):
+    """Return the learning rate with the lowest held-out loss in the sweep, of bf16 where the recipe was not swept; None before the
+    sweep is over."""
+    swept = recipe if recipe in SWEPT[size] else "bf16"
+    tried = [run for run in sweep(size) if run.recipe == swept]
+    if any(run.key not in found for run in tried):
         return None
     return min(tried, key=lambda run: (found[run.key]["held_out"], run.lr)).lr
 

@@ -49,7 +49,7 @@ def found_for(runs: list[Run], loss: float = 3.0) -> dict[str, dict[str, Any]]:
     return {run.key: {"held_out": loss + run.lr, "curve": [[8, loss + run.lr]]} for run in runs}
 
 
-def test_sweeps_come_first_and_rates_are_chosen_by_them() -> None:
+def test_the_sweep_of_a_size_comes_before_its_seeds_and_rates_are_chosen_by_it() -> None:
     first = list(evidence.runs({}))
     assert {run.kind for run in first} == {"sweep", "task"}
     assert len({run.key for run in first}) == len(first)
@@ -69,6 +69,18 @@ def test_sweeps_come_first_and_rates_are_chosen_by_them() -> None:
         size: {r.seed for r in evidence.runs(whole) if (r.kind, r.size) == ("scratch", size)} for size in evidence.SIZES
     }
     assert seeds == {size: set(range(count)) for size, count in evidence.SEEDS.items()}
+    order = [(run.kind, run.size, run.recipe) for run in evidence.runs(whole)]
+    assert order.index(("sweep", "3M", "bf16")) > order.index(
+        ("scratch", "1M", "bf16")
+    )  # the file says something early
+    seeds_of = [run.seed for run in evidence.runs(whole) if (run.kind, run.recipe) == ("scratch", "quartet-ii")]
+    assert seeds_of == list(range(evidence.SEEDS_OF["quartet-ii"]))
+
+
+def test_a_recipe_that_was_not_swept_at_a_size_takes_the_rate_of_bf16() -> None:
+    found = found_for([run for run in evidence.sweep("8M") if run.recipe == "bf16"])
+    assert evidence.best_rate(found, "8M", "fp8-current") == min(evidence.RATES["8M"])
+    assert evidence.best_rate(found, "8M", "fp4") is None  # its own sweep is not over
 
 
 def test_the_best_rate_is_that_of_the_lowest_loss() -> None:
