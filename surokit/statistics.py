@@ -187,21 +187,24 @@ def judged(low: float, high: float, gate: float) -> str:
     return "outside" if low > gate or high < -gate else "undecided"
 
 
-def paired_gap(differences: Sequence[float], level: float = 0.95) -> Gap:
-    """Return the mean of differences between paired runs, with the interval of Student's t. Raises ValueError where there are
-    none."""
-    values = np.asarray(differences, np.float64)
-    n = len(values)
-    if not n:
-        raise ValueError("paired_gap() needs at least one difference.")
-    mean = float(values.mean())
-    if n == 1:
-        return Gap(math.nan, mean, math.nan, math.nan, 1, math.nan)
-    spread = float(values.std(ddof=1))
-    error = spread / math.sqrt(n)
-    half = student_t((1 + level) / 2, n - 1) * error
-    p = 2 * (1 - student_t_below(abs(mean) / error, n - 1)) if error else float(mean == 0)
-    return Gap(mean - half, mean, mean + half, spread, n, p)
+def paired_gap(*groups: Sequence[float], level: float = 0.95) -> Gap:
+    """Return the mean of differences between paired runs, with the interval of Student's t.
+
+    Of several groups, such as sizes of a model, it is the mean of their means; the spread is that within groups, which is taken to
+    be the same in all. Raises ValueError where a group has no difference.
+    """
+    values = [np.asarray(group, np.float64) for group in groups]
+    if not values or not all(len(group) for group in values):
+        raise ValueError("paired_gap() needs at least one difference, in every group.")
+    pairs, mean = sum(map(len, values)), float(np.mean([group.mean() for group in values]))
+    degrees = pairs - len(values)
+    if not degrees:
+        return Gap(math.nan, mean, math.nan, math.nan, pairs, math.nan)
+    spread = math.sqrt(sum(float(np.square(group - group.mean()).sum()) for group in values) / degrees)
+    error = spread * math.sqrt(sum(1 / len(group) for group in values)) / len(values)
+    half = student_t((1 + level) / 2, degrees) * error
+    p = 2 * (1 - student_t_below(abs(mean) / error, degrees)) if error else float(mean == 0)
+    return Gap(mean - half, mean, mean + half, spread, pairs, p)
 
 
 def power_of_gate(

@@ -7,21 +7,21 @@ those that store weights with "bf16-lora". Everything here follows from that fil
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.bench.gap_picture import ROW_INCHES, GapRow, draw_gaps
 from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.recipe import recipes
-from surokit.statistics import judged
+from surokit.statistics import Interval, judged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BASELINES = ("bf16", "bf16-lora")
-_INK, _SOFT, _BAND = "#1c1f23", "#5f6670", "#e4e7eb"
-_COLORS = {"inside": "#0072B2", "undecided": "#B58900", "outside": "#D55E00", "running": "#8A8F98"}
 
 
 def names(data: Mapping[str, Any]) -> list[str]:
@@ -40,9 +40,9 @@ def gaps(data: Mapping[str, Any], name: str) -> list[float]:
 
 
 def verdict(interval: Mapping[str, float] | None) -> str:
-    """Say where the interval lies: "inside" the gate, "outside" it, "undecided" across its edge; "running" without one."""
+    """Say where the interval lies: "inside" the gate, "outside" it, "undecided" across its edge; "" without one."""
     if interval is None:
-        return "running"
+        return ""
     return judged(interval["low"], interval["high"], interval["gate"])
 
 
@@ -60,7 +60,7 @@ def table(data: Mapping[str, Any]) -> str:
                 f"{100 * statistics.mean(gaps(data, name)):+.3f} %",
                 f"{100 * interval['low']:+.3f} to {100 * interval['high']:+.3f} %" if interval else "",
                 f"{100 * interval['gate']:g} %" if interval else "",
-                f"{verdict(interval)}" if interval else "not known before the last seed",
+                verdict(interval) or "not known before the last seed",
             ]
         )
     steps = data["steps"]
@@ -88,51 +88,18 @@ def figure(data: Mapping[str, Any]) -> Figure:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Picture
 
-    shown = names(data)
-    intervals = {name: data["intervals"].get(name) for name in shown}
-    points = {name: [100 * gap for gap in gaps(data, name)] for name in shown}
+    rows = []
+    for name in names(data):
+        interval, values = data["intervals"].get(name), gaps(data, name)
+        low, high = (interval["low"], interval["high"]) if interval else (math.nan, math.nan)
+        gate = interval["gate"] if interval else None
+        rows.append(GapRow(name, values, Interval(low, statistics.mean(values), high), gate, verdict(interval)))
     with rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
-        picture = Picture(figsize=(9, 0.9 + 0.42 * len(shown)), layout="constrained")
-        axes = picture.add_subplot()
-        reach = [x for values in points.values() for x in values]
-        reach += [100 * i[end] for i in intervals.values() if i for end in ("low", "high")]
-        reach += [100 * i["gate"] for i in intervals.values() if i]
-        low, high = min(reach), max(reach)
-        low = min(low, -0.2 * high)
-        for y, name in enumerate(shown):
-            interval, color = intervals[name], _COLORS[verdict(intervals[name])]
-            mean = statistics.mean(points[name])
-            words = f"{mean:+.3f} %"
-            if interval:
-                gate = 100 * interval["gate"]
-                axes.barh(y, 2 * gate, left=-gate, height=0.72, color=_BAND)
-                axes.plot(
-                    [100 * interval["low"], 100 * interval["high"]],
-                    [y, y],
-                    color=color,
-                    linewidth=5,
-                    solid_capstyle="butt",
-                )
-                words += f"   {100 * interval['low']:+.3f} to {100 * interval['high']:+.3f}   gate {gate:g}"
-            axes.plot(points[name], [y] * len(points[name]), "o", color=_INK, alpha=0.25, markersize=3.5, mew=0)
-            axes.plot(mean, y, "D", color="white", markeredgecolor=color, markeredgewidth=1.8, markersize=6)
-            axes.annotate(
-                words, (1.01, y), xycoords=("axes fraction", "data"), va="center", color=_INK, annotation_clip=False
-            )
-        axes.axvline(0, color=_SOFT, linewidth=0.8)
-        axes.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
-        axes.set_ylim(len(shown) - 0.5, -0.5)
-        axes.set_yticks(range(len(shown)), shown, color=_INK)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g}" if abs(value) > 1e-9 else "0")
-        axes.set_title(
+        picture = Picture(figsize=(9, 0.9 + ROW_INCHES * len(rows)), layout="constrained")
+        draw_gaps(
+            picture.add_subplot(),
+            rows,
             "Held-out loss against bfloat16, % of it: seeds, mean, 95 % interval; the grey band is the gate",
-            loc="left",
-            fontsize=10,
-            color=_INK,
         )
-        axes.tick_params(colors=_SOFT, length=0)
-        axes.tick_params(axis="y", labelcolor=_INK)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(_SOFT)
         picture.draw_without_rendering()  # texts take their font from here
     return picture

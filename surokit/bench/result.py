@@ -180,6 +180,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "zenflow",
         "published",
         "rounding",
+        "evidence",
     ):
         if part in data:
             return cast("Callable[[Mapping[str, Any]], str]", _module(part).table)
@@ -202,7 +203,7 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
-    known = ("peers", "deferral", "spans", "predicted", "dissection", "serving", "zenflow", "published")
+    known = ("peers", "deferral", "spans", "predicted", "dissection", "serving", "zenflow", "published", "evidence")
     return _module(next((part for part in known if part in data), "study"))
 
 

@@ -5,33 +5,35 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import surokit as sk
-from surokit.bench import evidence
-from surokit.bench.evidence import SWITCHED, Run
+from surokit.bench import evidence, evidence_picture, evidence_plan, evidence_table
+from surokit.bench.evidence_plan import SWITCHED, Run
 from tests.train.toys import make_batches
 
-TINY = evidence.Size("1M", 2, 32, 2, 48)
+TINY = evidence_plan.Size("1M", 2, 32, 2, 48)
 FOREVER_S = 1e12
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study of tiny runs on numbers."""
-    monkeypatch.setattr(evidence, "SIZES", {"1M": TINY})
-    monkeypatch.setattr(evidence, "STEPS", 16)
-    monkeypatch.setattr(evidence, "TUNING_STEPS", 4)
+    monkeypatch.setattr(evidence_plan, "SIZES", {"1M": TINY})
+    monkeypatch.setattr(evidence_plan, "STEPS", 16)
+    monkeypatch.setattr(evidence_plan, "TUNING_STEPS", 4)
     monkeypatch.setattr(evidence, "WARMUP", 2)
     monkeypatch.setattr(evidence, "POINTS", 4)
     monkeypatch.setattr(evidence, "CHUNK", 3)
     monkeypatch.setattr(evidence, "PROBLEMS", 32)
-    monkeypatch.setattr(evidence, "TASK_STEPS", 8)
-    monkeypatch.setattr(evidence, "RETAUGHT_STEPS", 4)
-    monkeypatch.setattr(evidence, "OF_A_TASK", TINY)
+    monkeypatch.setattr(evidence_plan, "TASK_STEPS", 8)
+    monkeypatch.setattr(evidence_plan, "RETAUGHT_STEPS", 4)
+    monkeypatch.setattr(evidence_plan, "OF_A_TASK", TINY)
     monkeypatch.setattr(evidence, "texts_of", texts_of)
 
 
@@ -39,7 +41,7 @@ _texts_of = evidence.texts_of
 
 
 def texts_of(run: Run) -> tuple[Any, list[Any]]:
-    if run.kind in evidence.OF_TASKS:
+    if run.kind in evidence_plan.OF_TASKS:
         return _texts_of(run)
     held_out = [make_batches(2, seed=90 + i) for i in range(1 if run.kind == "tuning" else 2)]
     return make_batches(16, seed=run.seed), held_out
@@ -50,51 +52,52 @@ def found_for(runs: list[Run], loss: float = 3.0) -> dict[str, dict[str, Any]]:
 
 
 def test_the_sweep_of_a_size_comes_before_its_seeds_and_rates_are_chosen_by_it() -> None:
-    first = list(evidence.runs({}))
+    first = list(evidence_plan.runs({}))
     assert {run.kind for run in first} == {"sweep", "task"}
     assert len({run.key for run in first}) == len(first)
     found = found_for([run for run in first if run.kind == "sweep"])
-    then = [run for run in evidence.runs(found) if run.key not in found]
+    then = [run for run in evidence_plan.runs(found) if run.key not in found]
     assert {run.kind for run in then} == {"scratch", "alone", "task"}  # nothing is tuned before its base is there
     of_texts = [run for run in then if run.kind != "task"]
-    assert all(run.lr == min(evidence.RATES[run.size]) for run in of_texts)
+    assert all(run.lr == min(evidence_plan.RATES[run.size]) for run in of_texts)
     assert SWITCHED not in [run.recipe for run in of_texts]  # it goes on from fp4
     found |= found_for(then)
-    rest = [run for run in evidence.runs(found) if run.key not in found]
-    assert {run.recipe for run in rest} == {SWITCHED, *evidence.FROZEN}
+    rest = [run for run in evidence_plan.runs(found) if run.key not in found]
+    assert {run.recipe for run in rest} == {SWITCHED, *evidence_plan.FROZEN}
     assert all(run.base is None or run.base.key in found for run in rest)
     whole = found | found_for(rest)
-    assert all(run.key in whole for run in evidence.runs(whole))
+    assert all(run.key in whole for run in evidence_plan.runs(whole))
     seeds = {
-        size: {r.seed for r in evidence.runs(whole) if (r.kind, r.size) == ("scratch", size)} for size in evidence.SIZES
+        size: {r.seed for r in evidence_plan.runs(whole) if (r.kind, r.size) == ("scratch", size)}
+        for size in evidence_plan.SIZES
     }
-    assert seeds == {size: set(range(count)) for size, count in evidence.SEEDS.items()}
-    order = [(run.kind, run.size, run.recipe) for run in evidence.runs(whole)]
+    assert seeds == {size: set(range(count)) for size, count in evidence_plan.SEEDS.items()}
+    order = [(run.kind, run.size, run.recipe) for run in evidence_plan.runs(whole)]
     assert order.index(("sweep", "3M", "bf16")) > order.index(
         ("scratch", "1M", "bf16")
     )  # the file says something early
-    seeds_of = [run.seed for run in evidence.runs(whole) if (run.kind, run.recipe) == ("scratch", "quartet-ii")]
-    assert seeds_of == list(range(evidence.SEEDS_OF["quartet-ii"]))
+    seeds_of = [run.seed for run in evidence_plan.runs(whole) if (run.kind, run.recipe) == ("scratch", "quartet-ii")]
+    assert seeds_of == list(range(evidence_plan.SEEDS_OF["quartet-ii"]))
 
 
 def test_a_recipe_that_was_not_swept_at_a_size_takes_the_rate_of_bf16() -> None:
-    found = found_for([run for run in evidence.sweep("8M") if run.recipe == "bf16"])
-    assert evidence.best_rate(found, "8M", "fp8-current") == min(evidence.RATES["8M"])
-    assert evidence.best_rate(found, "8M", "fp4") is None  # its own sweep is not over
+    found = found_for([run for run in evidence_plan.sweep("8M") if run.recipe == "bf16"])
+    assert evidence_plan.best_rate(found, "8M", "fp8-current") == min(evidence_plan.RATES["8M"])
+    assert evidence_plan.best_rate(found, "8M", "fp4") is None  # its own sweep is not over
 
 
 def test_the_best_rate_is_that_of_the_lowest_loss() -> None:
-    tried = [run for run in evidence.sweep("1M") if run.recipe == "fp4"]
+    tried = [run for run in evidence_plan.sweep("1M") if run.recipe == "fp4"]
     found = found_for(tried)
     found[tried[1].key]["held_out"] = 2.0
-    assert evidence.best_rate(found, "1M", "fp4") == tried[1].lr
+    assert evidence_plan.best_rate(found, "1M", "fp4") == tried[1].lr
     del found[tried[0].key]
-    assert evidence.best_rate(found, "1M", "fp4") is None
+    assert evidence_plan.best_rate(found, "1M", "fp4") is None
 
 
-@pytest.mark.parametrize("name", [*evidence.FROM_SCRATCH, *evidence.FROZEN, *evidence.ALONE])
+@pytest.mark.parametrize("name", [*evidence_plan.FROM_SCRATCH, *evidence_plan.FROZEN, *evidence_plan.ALONE])
 def test_every_recipe_of_the_study_is_one(name: str) -> None:
-    recipe = evidence.recipe_of(name)
+    recipe = evidence_plan.recipe_of(name)
     assert isinstance(recipe, sk.Recipe)
     if name == "fp4 in mlp":
         assert [
@@ -146,7 +149,7 @@ def test_a_task_is_learnt_and_another_after_it(small: None, tmp_path: Path) -> N
     assert [row[0] for row in first["curve"]] == [2, 4, 6, 8]
     assert first["held_out"] == first["curve"][-1][1]
     assert 0 <= first["curve"][-1][2] <= 1
-    run = Run("retaught", evidence.RETAUGHT, "qfp8", 0, 3e-3, base_lr=3e-3)
+    run = Run("retaught", evidence_plan.RETAUGHT, "qfp8", 0, 3e-3, base_lr=3e-3)
     over = evidence.train(run, tmp_path, FOREVER_S)
     assert over is not None
     assert over["parameters"] > first["parameters"]
@@ -158,13 +161,13 @@ def test_the_table_of_tasks_tells_accuracies_and_steps() -> None:
 
     runs = {Run("task", "recall", "bf16", seed, 0.0).key: curve(0.5, 0.92, 1.0) for seed in range(3)}
     runs |= {Run("task", "recall", "fp4", seed, 0.0).key: curve(0.3, 0.5, 0.9 - 0.01 * seed) for seed in range(3)}
-    data = {"runs": runs, "settings": {}, "environment": {"device": "cuda", "torch": "2", "date": "now"}}
-    rows = {row["recipe"]: row for row in evidence.task_rows(data)}
+    data = {"evidence": runs, "settings": {}, "environment": {"device": "cuda", "torch": "2", "date": "now"}}
+    rows = {row["recipe"]: row for row in evidence_table.task_rows(data)}
     assert rows["bf16"]["gap"] is None
     assert rows["bf16"]["steps"] == 200
     assert rows["fp4"]["gap"].mean == pytest.approx(-0.11)
     assert (rows["fp4"]["steps"], rows["fp4"]["reached"], rows["fp4"]["seeds"]) == (300, 1, 3)
-    assert "| from scratch | recall | `fp4` | 89.0% | -11.0 points |" in evidence.table(data)
+    assert "| from scratch | recall | `fp4` | 89.0% | -11.0 points |" in evidence_table.table(data)
 
 
 def result_of(gaps: dict[str, list[float]]) -> dict[str, Any]:
@@ -173,8 +176,13 @@ def result_of(gaps: dict[str, list[float]]) -> dict[str, Any]:
         base = 3.0 + 0.1 * seed
         for recipe, values in {"bf16": [0.0] * 4, **gaps}.items():
             curve = [[1000, base + 0.5], [2000, base * (1 + values[seed])]]
-            runs[Run("scratch", "1M", recipe, seed, 0.0).key] = {"kind": "scratch", "curve": curve}
-    return {"runs": runs, "settings": evidence.SETTINGS, "environment": {"device": "cuda", "torch": "2", "date": "now"}}
+            run = Run("scratch", "1M", recipe, seed, 0.0)
+            runs[run.key] = {**asdict(run), "curve": curve}
+    return {
+        "evidence": runs,
+        "settings": evidence_plan.SETTINGS,
+        "environment": {"device": "cuda", "torch": "2", "date": "now"},
+    }
 
 
 def test_the_table_judges_paired_gaps_by_their_gates() -> None:
@@ -185,22 +193,44 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
             "mxfp8": [0.0, 0.004, 0.0, 0.004],
         }
     )
-    rows = {row["recipe"]: row for row in evidence.rows(data)}
+    rows = {row["recipe"]: row for row in evidence_table.rows(data)}
     assert rows["fp8-current"]["mean"] == pytest.approx(0.001)
     assert [rows[name]["verdict"] for name in ("fp8-current", "fp4", "mxfp8")] == ["inside", "outside", "undecided"]
     assert rows["fp8-current"]["p"] < 0.01 < rows["mxfp8"]["p"]
-    assert evidence.gaps(data, "scratch", "1M", "fp4", step=1000) == [0.0] * 4
-    text = evidence.table(data)
+    assert evidence_table.gaps(data, "scratch", "1M", "fp4", step=1000) == [0.0] * 4
+    text = evidence_table.table(data)
     assert "| from scratch | 1M | `fp4` | `bf16` | +2.000 % |" in text
-    one = {key: run for key, run in data["runs"].items() if key.endswith("seed 0")}
-    alone = {row["recipe"]: row for row in evidence.rows({**data, "runs": one})}["fp4"]
+    one = {key: run for key, run in data["evidence"].items() if key.endswith("seed 0")}
+    alone = {row["recipe"]: row for row in evidence_table.rows({**data, "evidence": one})}["fp4"]
     assert math.isnan(alone["low"])
     assert alone["verdict"] == "undecided"
 
 
 def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
     earlier = Path(__file__).parents[2] / "docs" / "measurements" / "recipes.json"
-    data = evidence.write_plan(earlier, tmp_path / "plan.json")
+    data = evidence_plan.write_plan(earlier, tmp_path / "plan.json")
     wanted = {row["recipe"]: row["seeds"] for row in data["wanted"]}
     assert wanted["fp8-current"]["spread x 0.5"] < wanted["fp8-current"]["spread x 1"]
     assert wanted["qnf4"]["spread x 1"] == 2
+
+
+def test_all_sizes_together_are_judged_by_the_spread_within_a_size() -> None:
+    data = result_of({"fp4": [0.004, 0.006, 0.005, 0.005]})
+    larger = {key.replace(" 1M ", " 3M "): run for key, run in data["evidence"].items() if "seed 0" in key}
+    rows = evidence_table.rows({**data, "evidence": data["evidence"] | larger})
+    found = {row["size"]: row for row in rows}
+    assert math.isnan(found["3M"]["low"])
+    assert found[evidence_table.ALL]["mean"] == pytest.approx((0.005 + 0.004) / 2)
+    assert found[evidence_table.ALL]["spread"] == pytest.approx(found["1M"]["spread"])
+    assert found[evidence_table.ALL]["verdict"] == "inside"
+
+
+def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
+    data = result_of({"fp8-current": [0.001, 0.0012, 0.0008, 0.001], "fp4": [0.02, 0.021, 0.019, 0.02]})
+    axes = evidence_picture.all_gaps(data).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["fp8-current, 1M", "fp4, 1M"]
+    lines = {line.get_label(): line.get_xydata() for line in evidence_picture.growth(data).axes[0].get_lines()}
+    assert np.asarray(lines["fp4"]) == pytest.approx(np.array([[1.024, 0.0], [2.048, 2.0]]))
+    for name in ("evidence.png", "growth.png"):
+        evidence.draw(data, tmp_path / name)
+        assert evidence.digest(data).encode() in (tmp_path / name).read_bytes()

@@ -161,6 +161,15 @@ class TestPairedGaps:
         assert [gap.low, gap.high] == pytest.approx([low, high])
         assert gap.pairs == 8
 
+    def test_of_groups_with_different_means_the_interval_holds_the_mean_of_means(self):
+        draws, held = np.random.default_rng(2), 0
+        for _ in range(2000):
+            groups = [(mean + draws.standard_normal(n)).tolist() for mean, n in ((0.0, 6), (1.0, 3), (5.0, 2))]
+            gap = paired_gap(*groups)
+            held += gap.low <= 2.0 <= gap.high
+        assert held / 2000 == pytest.approx(0.95, abs=0.015)
+        assert gap.pairs == 11
+
     def test_one_pair_has_no_interval_and_none_is_refused(self):
         gap = paired_gap([0.5])
         assert gap.mean == 0.5
@@ -169,7 +178,7 @@ class TestPairedGaps:
         assert paired_gap([0.25, 0.25]).p == 0.0
         assert paired_gap([0.0, 0.0]).p == 1.0
         with refused(ValueError):
-            paired_gap([])
+            paired_gap([0.5], [])
 
     @pytest.mark.parametrize(
         ("values", "verdict"),

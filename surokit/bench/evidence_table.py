@@ -1,0 +1,185 @@
+"""Show what came of the study of recipes: gaps with their intervals and gates, what models can do, and both as pictures.
+
+Everything here follows from the raw file: the same file gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from surokit.bench.evidence_plan import (
+    ABLE,
+    ALONE,
+    FROM_SCRATCH,
+    FROZEN,
+    GATES,
+    SEEDS,
+    SIZES,
+    TASK_SEEDS,
+    TASKS,
+    Run,
+    baseline_of,
+    loss_at,
+)
+from surokit.bench.result import markdown
+from surokit.statistics import paired_gap
+
+ALL = "all"  # sizes together: the mean of their means, with the spread within a size
+#: Kinds of runs in words.
+TRAINED = {"scratch": "from scratch", "tuning": "fine-tuned", "alone": "one thing alone"}
+
+
+def gaps(data: Mapping[str, Any], kind: str, size: str, recipe: str, step: int | None = None) -> list[float]:
+    """Return the relative gap of the held-out loss to the baseline, of every seed that has both runs.
+
+    step: of the training, one of the curve's; None for the last.
+    """
+    return [loss_at(own, step) / loss_at(base, step) - 1 for own, base in _paired(data, kind, size, recipe)]
+
+
+def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, Any]]:
+    """Return a recipe's run and its baseline's, of a size or a task, for every seed that has both."""
+    base = "scratch" if kind == "alone" else kind, baseline_of(recipe)
+    keys = (
+        (Run(kind, of, recipe, seed, 0.0).key, Run(base[0], of, base[1], seed, 0.0).key)
+        for seed in range(max(*SEEDS.values(), TASK_SEEDS))
+    )
+    found = data["evidence"]
+    return [(found[own], found[other]) for own, other in keys if own in found and other in found]
+
+
+def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
+    """Return how much more of a task a recipe gets right than its baseline at the end, as a share, of every seed that has both."""
+    return [own["curve"][-1][-1] - base["curve"][-1][-1] for own, base in _paired(data, kind, task, recipe)]
+
+
+def steps_to(found: Mapping[str, Any], accuracy: float) -> int | None:
+    """Return at which step of a task's curve the accuracy was reached first; None where it was not."""
+    return next((int(row[0]) for row in found["curve"] if row[-1] >= accuracy), None)
+
+
+def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each recipe and size, and one for all sizes of a recipe together: the mean gap with its interval, its
+    spread, p-value, gate and verdict."""
+    found = []
+    for kind, recipes in (("scratch", FROM_SCRATCH), ("tuning", FROZEN), ("alone", ALONE)):
+        for recipe in recipes:
+            of_sizes = {size: gaps(data, kind, size, recipe) for size in SIZES if recipe != baseline_of(recipe)}
+            there: dict[str, tuple[list[float], ...]] = {size: (values,) for size, values in of_sizes.items() if values}
+            if len(there) > 1:
+                there[ALL] = tuple(values for values in of_sizes.values() if values)
+            for size, groups in there.items():
+                gap, gate = paired_gap(*groups), GATES.get(recipe) if kind != "alone" else None
+                verdict = "" if gate is None else "undecided" if math.isnan(gap.low) else gap.within(gate)
+                found.append(
+                    {"kind": kind, "size": size, "recipe": recipe, **gap._asdict(), "gate": gate, "verdict": verdict}
+                )
+    return found
+
+
+def task_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each task and recipe: accuracy, how far it is above the baseline's, with its interval, and the median of the
+    steps to 90 % right of the seeds that got there."""
+    found = []
+    for kind, recipes in (("task", ABLE), ("retaught", FROZEN)):
+        for task, recipe in itertools.product(TASKS, recipes):
+            runs = [data["evidence"].get(Run(kind, task, recipe, seed, 0.0).key) for seed in range(TASK_SEEDS)]
+            done = [run for run in runs if run]
+            if not done:
+                continue
+            values = accuracies(data, kind, task, recipe)
+            reached = sorted(step for run in done if (step := steps_to(run, 0.9)) is not None)
+            found.append(
+                {
+                    "kind": kind,
+                    "task": task,
+                    "recipe": recipe,
+                    "accuracy": statistics.mean(run["curve"][-1][-1] for run in done),
+                    "gap": None if not values or recipe == baseline_of(recipe) else paired_gap(values),
+                    "steps": statistics.median(reached) if reached else None,
+                    "reached": len(reached),
+                    "seeds": len(done),
+                }
+            )
+    return found
+
+
+def table_of_tasks(data: Mapping[str, Any]) -> str:
+    """Make a Markdown table of the accuracies."""
+    head = [
+        "trained",
+        "task",
+        "recipe",
+        "right",
+        "more than bf16",
+        "95 % interval",
+        "p",
+        "steps to 90 %",
+        "seeds there",
+    ]
+    body = []
+    for row in task_rows(data):
+        gap = row["gap"]
+        known = gap is not None and gap.pairs > 1
+        body.append(
+            [
+                "from scratch" if row["kind"] == "task" else "an adapter over addition",
+                row["task"],
+                f"`{row['recipe']}`",
+                f"{row['accuracy']:.1%}",
+                "" if gap is None else f"{100 * gap.mean:+.1f} points",
+                f"{100 * gap.low:+.1f} to {100 * gap.high:+.1f}" if known else "",
+                f"{gap.p:.2g}" if known else "",
+                "" if row["steps"] is None else f"{row['steps']:,.0f}",
+                f"{row['reached']} of {row['seeds']}",
+            ]
+        )
+    return markdown(
+        {**data, "benchmark": "tasks graded exactly", "settings": data["settings"].get("tasks", {})}, head, body
+    )
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """Make Markdown tables of the gaps, and of what models can do."""
+    return f"{table_of_losses(data)}\n\n{table_of_tasks(data)}"
+
+
+def table_of_losses(data: Mapping[str, Any]) -> str:
+    """Make a Markdown table of the gaps."""
+    head = [
+        "trained",
+        "size",
+        "recipe",
+        "against",
+        "mean gap",
+        "95 % interval",
+        "between seeds",
+        "seeds",
+        "p",
+        "gate",
+        "interval is",
+    ]
+    body = [
+        [
+            TRAINED[row["kind"]],
+            row["size"],
+            f"`{row['recipe']}`",
+            f"`{baseline_of(row['recipe'])}`",
+            f"{100 * row['mean']:+.3f} %",
+            "" if math.isnan(row["low"]) else f"{100 * row['low']:+.3f} to {100 * row['high']:+.3f} %",
+            "" if math.isnan(row["low"]) else f"{100 * row['spread']:.3f} %",
+            str(row["pairs"]),
+            "" if math.isnan(row["low"]) else f"{row['p']:.2g}",
+            "" if row["gate"] is None else f"{100 * row['gate']:g} %",
+            row["verdict"],
+        ]
+        for row in rows(data)
+    ]
+    settings = {key: value for key, value in data["settings"].items() if isinstance(value, int | str)}
+    return markdown(
+        {**data, "benchmark": "held-out loss against bf16, paired by seeds", "settings": settings}, head, body
+    )
