@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, replace
 from functools import cache, lru_cache
@@ -220,11 +220,15 @@ def _add_seconds(folder: Path, seconds: float) -> float:
 
 
 def run(
-    out: Path | None = None, folder: Path = Path("runs/evidence"), minutes: float = 60.0, workers: int = 2
+    out: Path | None = None,
+    folder: Path = Path("runs/evidence"),
+    minutes: float = 60.0,
+    workers: int = 2,
+    can_begin: Callable[[Mapping[str, Any]], Iterable[Run]] = runs,
 ) -> dict[str, Any]:
     """Go on with the study for so many minutes, in `workers` processes; return the raw result, which is in `out` as it grows.
 
-    folder: of checkpoints, which may be deleted when nothing is left.
+    folder: of checkpoints, which may be deleted when nothing is left. can_begin: of what was found, the runs to be made, in order.
     """
     book = Book(
         out or Path("evidence.json"), "evidence", {"benchmark": "evidence", "settings": SETTINGS}, {"minutes": minutes}
@@ -235,7 +239,7 @@ def run(
     going: dict[Future[Any], Run] = {}
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         while True:
-            left = [run for run in runs(book.found) if run.key not in book and run not in going.values()]
+            left = [run for run in can_begin(book.found) if run.key not in book and run not in going.values()]
             while left and len(going) < workers and time.time() < ends_at:
                 chosen = left.pop(0)
                 going[pool.submit(train, chosen, folder, ends_at)] = chosen

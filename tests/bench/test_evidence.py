@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import numpy as np
 import pytest
 
 import surokit as sk
-from surokit.bench import evidence, evidence_picture, evidence_plan, evidence_table
+from surokit.bench import evidence, evidence_again, evidence_picture, evidence_plan, evidence_table
 from surokit.bench.evidence_plan import SWITCHED, Run
+from tests.refusals import refused
 from tests.train.toys import make_batches
 
 TINY = evidence_plan.Size("1M", 2, 32, 2, 48)
@@ -234,3 +238,53 @@ def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
     for name in ("evidence.png", "growth.png"):
         evidence.draw(data, tmp_path / name)
         assert evidence.digest(data).encode() in (tmp_path / name).read_bytes()
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process, which knows the small sizes."""
+    monkeypatch.setattr(evidence, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(1))
+
+
+def test_some_runs_of_a_study_are_run_again_and_compared(small: None, in_threads: None, tmp_path: Path) -> None:
+    wanted = [Run("scratch", "1M", recipe, seed, 3e-3) for seed in range(2) for recipe in ("bf16", "fp8-current")]
+    tuned = Run("tuning", "1M", "qfp8", 0, 1e-3, base_lr=3e-3)
+
+    def can_begin(found: Mapping[str, Any]) -> list[Run]:
+        return [*wanted, *([tuned] if wanted[0].key in found else [])]
+
+    file = tmp_path / "evidence.json"
+    evidence.run(file, tmp_path / "runs", 10, 1, can_begin)
+    found = evidence_again.reproduce(file, tmp_path / "again", 10, "fp8 seed 0", 1)
+    assert [figure.name for figure in found.figures] == [f"{run.key}: held-out loss" for run in (wanted[0], tuned)]
+    assert found.holds
+    assert found.is_exact
+    both = evidence_again.reproduce(tmp_path, tmp_path / "again", 10, "scratch", 1)  # goes on
+    gap = both.figures[-1]
+    assert gap.name == "scratch 1M fp8-current: gap, %"
+    assert gap.verdict == "inside"
+    changed = json.loads(file.read_text())
+    changed["evidence"][wanted[1].key]["curve"][-1][1] *= 1.2
+    changed["evidence"][wanted[1].key]["held_out"] *= 1.1
+    file.write_text(json.dumps(changed))
+    assert not evidence_again.reproduce(file, tmp_path / "again", 10, "scratch", 1).holds
+
+
+@pytest.mark.parametrize(
+    ("change", "only", "said"),
+    [
+        ({"settings": {}}, "", "other settings"),
+        ({"evidence": None}, "", "no raw file"),
+        ({}, "nothing", "nothing"),
+        ({}, "", "holds the study itself"),
+    ],
+)
+def test_a_file_that_cannot_be_run_again_is_refused(
+    change: dict[str, Any], only: str, said: str, tmp_path: Path
+) -> None:
+    data = {key: value for key, value in (result_of({}) | change).items() if value is not None}
+    file = tmp_path / "evidence.json"
+    file.write_text(json.dumps(data))
+    with refused(ValueError) as refusal:
+        evidence_again.reproduce(file, tmp_path if "itself" in said else tmp_path / "again", 1, only)
+    assert said in str(refusal.value)
