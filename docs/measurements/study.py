@@ -93,7 +93,7 @@ def figure(data: Mapping[str, Any]) -> Figure:
         interval, values = data["intervals"].get(name), gaps(data, name)
         low, high = (interval["low"], interval["high"]) if interval else (math.nan, math.nan)
         gate = interval["gate"] if interval else None
-        rows.append(GapRow(name, values, Interval(low, statistics.mean(values), high), gate, verdict(interval)))
+        rows.append(GapRow(name, [values], Interval(low, statistics.mean(values), high), gate, verdict(interval)))
     with rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
         picture = Picture(figsize=(9, 0.9 + ROW_INCHES * len(rows)), layout="constrained")
         draw_gaps(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.bench.evidence_plan import BATCH, FROM_SCRATCH, LENGTH, SIZES
-from surokit.bench.evidence_table import ALL, TRAINED, gaps, rows
+from surokit.bench.evidence_table import ALL, TRAINED, by_recipe, gaps
 from surokit.bench.gap_picture import INK, ROW_INCHES, SOFT, GapRow, draw_gaps, in_percent
 from surokit.bench.result import fingerprint, save_picture
 from surokit.statistics import Interval
@@ -35,26 +35,23 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def all_gaps(data: Mapping[str, Any]) -> Figure:
-    """Draw a panel for training from scratch, one for fine-tuning and one for what is quantized alone."""
+    """Draw a panel for training from scratch, one for fine-tuning and one for what is quantized alone; of a recipe a line of seeds
+    for each size, and the mean over sizes."""
     from matplotlib.figure import Figure as Picture
 
-    found = rows(data)
-    kinds = [kind for kind in TRAINED if any(row["kind"] == kind for row in found)]
-    counts = [sum(row["kind"] == kind for row in found) for kind in kinds]
+    found = by_recipe(data)
+    kinds = [kind for kind in TRAINED if any(kind == of for of, _ in found)]
+    counts = [sum(kind == of for of, _ in found) for kind in kinds]
     picture = Picture(figsize=(9, 0.7 * len(kinds) + ROW_INCHES * sum(counts)), layout="constrained")
     panels = picture.subplots(len(kinds), 1, squeeze=False, height_ratios=counts)[:, 0]
     for axes, kind in zip(panels, kinds, strict=True):
-        shown = [
-            GapRow(
-                f"{row['recipe']}, {row['size']}",
-                [] if row["size"] == ALL else gaps(data, kind, row["size"], row["recipe"]),
-                Interval(row["low"], row["mean"], row["high"]),
-                row["gate"],
-                row["verdict"],
-            )
-            for row in found
-            if row["kind"] == kind
-        ]
+        shown = []
+        for (of, recipe), of_sizes in found.items():
+            if of == kind:
+                whole = of_sizes[ALL]
+                groups = [gaps(data, kind, size, recipe) for size in SIZES if size in of_sizes]
+                mean = Interval(whole["low"], whole["mean"], whole["high"])
+                shown.append(GapRow(recipe, groups, mean, whole["gate"], whole["verdict"]))
         draw_gaps(axes, shown, f"{TRAINED[kind]}: held-out loss against bfloat16, % of it".capitalize())
     return picture
 

@@ -59,7 +59,7 @@ ALONE = (
     "fp4 in mlp",
     "fp4 everywhere",
 )
-ALONE_SEEDS = 2
+ALONE_SEEDS = 3
 GATES = {
     "fp8-current": 0.0025,
     "mxfp8": 0.0025,

@@ -81,6 +81,14 @@ def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def by_recipe(data: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Return the rows by kind and recipe, then by size; ALL is there too, the only size where there is one."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows(data):
+        found.setdefault((row["kind"], row["recipe"]), {})[row["size"]] = row
+    return {recipe: {ALL: next(iter(of_sizes.values())), **of_sizes} for recipe, of_sizes in found.items()}
+
+
 def task_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task and recipe: accuracy, how far it is above the baseline's, with its interval, and the median of the
     steps to 90 % right of the seeds that got there."""
@@ -144,42 +152,38 @@ def table_of_tasks(data: Mapping[str, Any]) -> str:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Make Markdown tables of the gaps, and of what models can do."""
-    return f"{table_of_losses(data)}\n\n{table_of_tasks(data)}"
+    """Make Markdown tables of the gaps, and of what models can do where there are tasks."""
+    tasks = f"\n\n{table_of_tasks(data)}" if task_rows(data) else ""
+    return table_of_losses(data) + tasks
 
 
 def table_of_losses(data: Mapping[str, Any]) -> str:
-    """Make a Markdown table of the gaps."""
-    head = [
-        "trained",
-        "size",
-        "recipe",
-        "against",
-        "mean gap",
-        "95 % interval",
-        "between seeds",
-        "seeds",
-        "p",
-        "gate",
-        "interval is",
-    ]
-    body = [
-        [
-            TRAINED[row["kind"]],
-            row["size"],
-            f"`{row['recipe']}`",
-            f"`{baseline_of(row['recipe'])}`",
-            f"{100 * row['mean']:+.3f} %",
-            "" if math.isnan(row["low"]) else f"{100 * row['low']:+.3f} to {100 * row['high']:+.3f} %",
-            "" if math.isnan(row["low"]) else f"{100 * row['spread']:.3f} %",
-            str(row["pairs"]),
-            "" if math.isnan(row["low"]) else f"{row['p']:.2g}",
-            "" if row["gate"] is None else f"{100 * row['gate']:g} %",
-            row["verdict"],
-        ]
-        for row in rows(data)
-    ]
+    """Make a Markdown table of the gaps, a row for each recipe: the mean of each size, and all sizes together."""
+    head = ["trained", "recipe", *SIZES, "all sizes, 95 % interval", "between seeds", "p", "gate", "interval is"]
+    body = []
+    for (kind, recipe), of_sizes in by_recipe(data).items():
+        whole = of_sizes[ALL]
+        known = not math.isnan(whole["low"])
+        body.append(
+            [
+                TRAINED[kind],
+                f"`{recipe}`",
+                *(_mean(of_sizes[size]) if size in of_sizes else "" for size in SIZES),
+                f"{_percent(whole['mean'])} ({_percent(whole['low'])} to {_percent(whole['high'])})" if known else "",
+                f"{100 * whole['spread']:.3f} %" if known else "",
+                f"{whole['p']:.2g}" if known else "",
+                "" if whole["gate"] is None else f"{100 * whole['gate']:g} %",
+                whole["verdict"],
+            ]
+        )
     settings = {key: value for key, value in data["settings"].items() if isinstance(value, int | str)}
-    return markdown(
-        {**data, "benchmark": "held-out loss against bf16, paired by seeds", "settings": settings}, head, body
-    )
+    words = "held-out loss against bf16, %; in brackets how many seeds"
+    return markdown({**data, "benchmark": words, "settings": settings}, head, body)
+
+
+def _mean(row: Mapping[str, Any]) -> str:
+    return f"{_percent(row['mean'])} ({row['pairs']})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.3f}"

@@ -18,11 +18,11 @@ ROW_INCHES = 0.42
 
 @dataclass(frozen=True)
 class GapRow:
-    """A GapRow is the gaps of one recipe, as shares: of each seed, their mean with its interval, the gate and where the interval
-    lies ("inside", "undecided", "outside"; "" without a gate)."""
+    """A GapRow is the gaps of one recipe, as shares: of each seed in groups, of which the first is drawn on top, their mean with
+    its interval, the gate and where the interval lies ("inside", "undecided", "outside"; "" without a gate)."""
 
     name: str
-    values: Sequence[float]
+    groups: Sequence[Sequence[float]]
     gap: Interval
     gate: float | None = None
     verdict: str = ""
@@ -30,7 +30,7 @@ class GapRow:
 
 def draw_gaps(axes: Axes, rows: Sequence[GapRow], title: str) -> None:
     """Draw the rows from top to bottom, in percent."""
-    reach = [100 * value for row in rows for value in row.values]
+    reach = [100 * value for row in rows for group in row.groups for value in group]
     reach += [100 * end for row in rows if row.gap.known for end in (row.gap.low, row.gap.high)]
     reach += [100 * row.gate for row in rows if row.gate]
     low, high = min(reach), max(reach)
@@ -45,8 +45,9 @@ def draw_gaps(axes: Axes, rows: Sequence[GapRow], title: str) -> None:
             words += f"   {ends[0]:+.3f} to {ends[1]:+.3f}"
         if row.gate:
             words += f"   gate {100 * row.gate:g}"
-        points = [100 * value for value in row.values]
-        axes.plot(points, [y] * len(points), "o", color=INK, alpha=0.25, markersize=3.5, mew=0)
+        for line, group in enumerate(row.groups):
+            at = y + 0.24 * (line - (len(row.groups) - 1) / 2)
+            axes.plot([100 * value for value in group], [at] * len(group), "o", color=INK, alpha=0.25, ms=3.5, mew=0)
         axes.plot(100 * row.gap.mid, y, "D", color="white", markeredgecolor=color, markeredgewidth=1.8, markersize=6)
         axes.annotate(
             words, (1.01, y), xycoords=("axes fraction", "data"), va="center", color=INK, annotation_clip=False
