@@ -21,6 +21,7 @@ from surokit.environment import environment
 from surokit.statistics import count_for_gate
 
 VOCAB, LENGTH, BATCH = 1024, 128, 8
+TEXTS = ("stories", "Moby-Dick")  # on which a run from scratch is held out, in this order
 STEPS, TUNING_STEPS, WARMUP = 2000, 400, 50
 SWEEP_STEPS = {"1M": 500, "3M": 400, "8M": 250}
 
@@ -278,7 +279,8 @@ def baseline_of(recipe: str) -> str:
     return "bf16+lora" if recipe in FROZEN else "bf16"
 
 
-def loss_at(found: Mapping[str, Any], step: int | None = None) -> float:
-    """Return a run's held-out loss at a step of its curve, the mean over the kinds of text; the last without a step."""
+def loss_at(found: Mapping[str, Any], step: int | None = None, text: str | None = None) -> float:
+    """Return a run's held-out loss at a step of its curve, the last without a step, on one of TEXTS or the mean over them."""
     row = found["curve"][-1] if step is None else next(row for row in found["curve"] if row[0] == step)
-    return statistics.mean(row[1:-1] if found["kind"] in OF_TASKS else row[1:])
+    losses = row[1:-1] if found["kind"] in OF_TASKS else row[1:]
+    return statistics.mean(losses) if text is None else losses[TEXTS.index(text)]

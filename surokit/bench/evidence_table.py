@@ -33,12 +33,15 @@ ALL = "all"  # sizes together: the mean of their means, with the spread within a
 TRAINED = {"scratch": "from scratch", "tuning": "fine-tuned", "alone": "one thing alone"}
 
 
-def gaps(data: Mapping[str, Any], kind: str, size: str, recipe: str, step: int | None = None) -> list[float]:
+def gaps(
+    data: Mapping[str, Any], kind: str, size: str, recipe: str, step: int | None = None, text: str | None = None
+) -> list[float]:
     """Return the relative gap of the held-out loss to the baseline, of every seed that has both runs.
 
-    step: of the training, one of the curve's; None for the last.
+    step: of the training, one of the curve's; None for the last. text: one of TEXTS; None for the mean over them.
     """
-    return [loss_at(own, step) / loss_at(base, step) - 1 for own, base in _paired(data, kind, size, recipe)]
+    pairs = _paired(data, kind, size, recipe)
+    return [loss_at(own, step, text) / loss_at(base, step, text) - 1 for own, base in pairs]
 
 
 def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, Any]]:

@@ -202,6 +202,8 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
     assert [rows[name]["verdict"] for name in ("fp8-current", "fp4", "mxfp8")] == ["inside", "outside", "undecided"]
     assert rows["fp8-current"]["p"] < 0.01 < rows["mxfp8"]["p"]
     assert evidence_table.gaps(data, "scratch", "1M", "fp4", step=1000) == [0.0] * 4
+    on_stories = evidence_table.gaps(data, "scratch", "1M", "fp4", text=evidence_plan.TEXTS[0])
+    assert on_stories == pytest.approx([0.02, 0.021, 0.019, 0.02])
     text = evidence_table.table(data)
     assert "| from scratch | `fp4` | +2.000 (4) |" in text
     one = {key: run for key, run in data["evidence"].items() if key.endswith("seed 0")}
