@@ -89,6 +89,7 @@ def train(run: Run, folder: Path, ends_at: float) -> dict[str, Any] | None:
         **asdict(run),
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "steps": run.steps,
+        "data": session.data.fingerprint,
         "curve": curve,
         "held_out": loss_at({"kind": run.kind, "curve": curve}),
         "cpu_s": round(seconds, 1),

@@ -63,11 +63,11 @@ def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
 def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduction:
     """Compare two raw files: each run's held-out loss to the bit, and gaps by the interval in which the mean of as many new seeds
     lies in 95 of 100 studies (Student's t, from the spread between the seeds of then)."""
-    figures = []
-    for key, run in now["evidence"].items():
-        if key in then["evidence"]:
-            before = plain(then["evidence"][key]["held_out"])
-            figures.append(Figure(f"{key}: held-out loss", before, plain(run["held_out"]), is_loss=True))
+    both = [(key, then["evidence"][key], run) for key, run in now["evidence"].items() if key in then["evidence"]]
+    figures = [
+        Figure(f"{key}: held-out loss", plain(old["held_out"]), plain(new["held_out"]), is_loss=True)
+        for key, old, new in both
+    ]
     kinds = {"scratch": FROM_SCRATCH, "tuning": FROZEN, "alone": ALONE}
     sizes = {run["size"]: None for run in now["evidence"].values()}
     for kind, recipes in kinds.items():
@@ -78,7 +78,8 @@ def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduc
                     name = f"{kind} {size} {recipe}: gap, %"
                     old = gaps(then, kind, size, recipe)
                     figures.append(Figure(name, _expected(old, len(new)), plain(100 * statistics.mean(new))))
-    return Reproduction(tuple(figures), tuple(differences_of(then["environment"], now["environment"])))
+    others = [f"data of {key}" for key, old, new in both if old.get("data") not in (None, new["data"])]
+    return Reproduction(tuple(figures), (*differences_of(then["environment"], now["environment"]), *others))
 
 
 def _expected(values: list[float], count: int) -> Interval:

@@ -267,9 +267,11 @@ def test_some_runs_of_a_study_are_run_again_and_compared(small: None, in_threads
     assert gap.verdict == "inside"
     changed = json.loads(file.read_text())
     changed["evidence"][wanted[1].key]["curve"][-1][1] *= 1.2
-    changed["evidence"][wanted[1].key]["held_out"] *= 1.1
+    changed["evidence"][wanted[1].key] |= {"held_out": 9.0, "data": "other"}
     file.write_text(json.dumps(changed))
-    assert not evidence_again.reproduce(file, tmp_path / "again", 10, "scratch", 1).holds
+    differs = evidence_again.reproduce(file, tmp_path / "again", 10, "scratch", 1)
+    assert not differs.holds
+    assert f"data of {wanted[1].key}" in differs.differences
 
 
 @pytest.mark.parametrize(
