@@ -2,14 +2,14 @@
 kernels/reference/nvfp4.py.
 
 Two passes over x: the tensor's amax, unless it is given, then everything else. Both passes can rotate what they load
-(`quantize_rotated`): neither the rotated tensor nor a transposed copy is ever in memory.
+(`quantize_rotated`, and `quantize_eden` with drawn signs): neither the rotated tensor nor a transposed copy is ever in memory.
 
 The bits are the reference's because the order of operations is. What a GPU could do otherwise, and what is done about it:
 
   amax         magnitudes are compared as integers: the same order, and a NaN is the largest
   divisions    tl.div_rn
   x*s - x'     the errors of four over six would be fused into multiply-adds: compiled with enable_fp_fusion=False
-  sums         the errors of a block are added in the reference's order, not in the compiler's
+  sums         the errors of a block are added in the reference's order, not in the compiler's, as MS-EDEN's lengths are
   E4M3         scales are rounded by integer arithmetic: no conversion rounds twice, and sm_80, which has none, can join in
 
 Shapes: M rows, K columns; BM x BK a tile of R x C blocks, each ROWS x 16.
@@ -17,16 +17,20 @@ Shapes: M rows, K columns; BM x BK a tile of R x C blocks, each ROWS x 16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from surokit.kernels.reference.nvfp4 import COLUMNS, ErrorOf
+from surokit.formats import E4M3
+from surokit.kernels.reference.nvfp4 import COLUMNS, EDEN_REACH, ErrorOf
 
 from .fp4 import decode_nibbles, encode_nibbles, pack_pairs, unpack_pairs
 from .hadamard import factors as hadamard_factors
 from .hadamard import refuse_unknown, rotated_tile
+from .quantize import format_constants, round_stochastic
 from .random import random_uniform
 
 _FLT_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -59,14 +63,18 @@ def _load_tile(
     K,
     stride_m,
     stride_k,
+    signs,
     HADAMARD: tl.constexpr,
     POWER: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Load a tile as float32 [BM, BK], zeros beyond the edge; rotate it if HADAMARD, the length of a block, is not 0."""
+    """Load a tile as float32 [BM, BK], zeros beyond the edge; rotate it if HADAMARD, the length of a block, is not 0.
+
+    signs: a key of drawn signs, None for the fixed ones.
+    """
     tile = tl.load(x + m.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k, mask=(m < M) & (k < K), other=0.0)
     if HADAMARD:
-        tile = rotated_tile(tile, HADAMARD, False, POWER, LAST)
+        tile = rotated_tile(tile, signs, HADAMARD, False, POWER, LAST)
     return tile.to(tl.float32)
 
 
@@ -159,6 +167,7 @@ def amax_kernel(
     K,
     stride_m,
     stride_k,
+    signs,
     HADAMARD: tl.constexpr,
     POWER: tl.constexpr,
     LAST: tl.constexpr,
@@ -169,7 +178,7 @@ def amax_kernel(
     tiles = tl.cdiv(K, BK)
     m = (tl.program_id(0) // tiles) * BM + tl.arange(0, BM)[:, None]
     k = (tl.program_id(0) % tiles) * BK + tl.arange(0, BK)[None, :]
-    x_tile = _load_tile(x, m, k, M, K, stride_m, stride_k, HADAMARD, POWER, LAST)
+    x_tile = _load_tile(x, m, k, M, K, stride_m, stride_k, signs, HADAMARD, POWER, LAST)
     tl.atomic_max(amax, tl.max(tl.max(_magnitude_bits(x_tile), axis=1), axis=0), sem="relaxed")
 
 
@@ -209,15 +218,11 @@ def quantize_kernel(
     m0 = (tl.program_id(0) // tiles) * BM
     k0 = (tl.program_id(0) % tiles) * BK
     m, k = m0 + tl.arange(0, BM)[:, None], k0 + tl.arange(0, BK)[None, :]
-    tile = tl.reshape(_load_tile(x, m, k, M, K, stride_m, stride_k, HADAMARD, POWER, LAST), (R, ROWS, C, 16))
+    tile = tl.reshape(_load_tile(x, m, k, M, K, stride_m, stride_k, None, HADAMARD, POWER, LAST), (R, ROWS, C, 16))
     block_amax = tl.max(tl.max(_magnitude_bits(tile), axis=3), axis=1).to(tl.float32, bitcast=True)
 
     total = tl.load(amax + tl.zeros([1, 1], tl.int32))
-    bound = tl.full([1, 1], BOUND, tl.float32)
-    encode = tl.div_rn(bound, total)
-    encode = tl.where(encode > _FLT_MAX, _FLT_MAX, encode)
-    encode = tl.where((total == 0) | (encode == 0), 1.0, encode)
-
+    encode = _encode_scale(total, BOUND)
     poison = block_amax - block_amax  # NaN where a block is not finite
     if ERROR is None:
         wanted = block_amax * (encode * (1 / 6))
@@ -238,9 +243,85 @@ def quantize_kernel(
     r, c = m0 // ROWS + tl.arange(0, R)[:, None], k0 // 16 + tl.arange(0, C)[None, :]
     tl.store(scales + r.to(tl.int64) * blocks + c, codes.to(tl.uint8), mask=(r < tl.cdiv(M, ROWS)) & (c < blocks))
     if tl.program_id(0) == 0:
-        decode = tl.div_rn(total, bound)
-        decode = tl.where(decode < 2.938735877055719e-39, 2.938735877055719e-39, decode)  # 2^-128
-        tl.store(scale + tl.zeros([1, 1], tl.int32), decode + (total - total))
+        _store_scale(scale, total, BOUND)
+
+
+@triton.jit
+def eden_kernel(
+    x,
+    packed,
+    scales,
+    scale,
+    amax,
+    signs,
+    key,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    columns,
+    bytes,
+    blocks,
+    HADAMARD: tl.constexpr,
+    POWER: tl.constexpr,
+    LAST: tl.constexpr,
+    REACH: tl.constexpr,
+    MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Quantize a tile by MS-EDEN: codes to nearest, and block scales that make up for what this lost, rounded stochastically.
+
+    REACH: to which the amax of a block is scaled. MAX, MANTISSA, LOWEST: of E4M3.
+    """
+    C: tl.constexpr = BK // 16
+    tiles = tl.cdiv(columns, BK)
+    m0 = (tl.program_id(0) // tiles) * BM
+    k0 = (tl.program_id(0) % tiles) * BK
+    m, k = m0 + tl.arange(0, BM)[:, None], k0 + tl.arange(0, BK)[None, :]
+    tile = tl.reshape(_load_tile(x, m, k, M, K, stride_m, stride_k, signs, HADAMARD, POWER, LAST), (BM, 1, C, 16))
+    block_amax = tl.max(tl.max(_magnitude_bits(tile), axis=3), axis=1).to(tl.float32, bitcast=True)
+    total = tl.load(amax + tl.zeros([1, 1], tl.int32))
+    encode = _encode_scale(total, REACH * 256)
+    wanted = block_amax * (encode * (1 / REACH))
+    codes = encode_e4m3(tl.where(wanted > MAX, MAX, wanted) + (block_amax - block_amax))
+    nibbles = encode_nibbles(_divided(tile, codes, encode))
+
+    block_scales = decode_e4m3(codes)
+    scaled = tl.reshape(tile * tl.reshape(encode, (1, 1, 1, 1)), (BM * C, 16))
+    rounded = tl.reshape(decode_nibbles(nibbles) * _over_blocks(block_scales), (BM * C, 16))
+    length = tl.reshape(_sum16(scaled * scaled), (BM, C))
+    kept = tl.reshape(_sum16(scaled * rounded), (BM, C))
+    corrected = block_scales * tl.where(kept == 0, 1.0, tl.div_rn(length, kept))
+    r, c = m0 + tl.arange(0, BM)[:, None], k0 // 16 + tl.arange(0, C)[None, :]
+    place = r.to(tl.int64) * blocks + c
+    draw = random_uniform(place, tl.load(key), tl.load(key + 1))
+    drawn = round_stochastic(tl.where(corrected > MAX, MAX, corrected), draw, MAX, MANTISSA, LOWEST)
+
+    byte = k0 // 2 + tl.arange(0, BK // 2)[None, :]
+    pairs = pack_pairs(tl.reshape(nibbles, (BM, BK)))
+    tl.store(packed + m.to(tl.int64) * bytes + byte, pairs, mask=(m < M) & (byte < bytes))
+    tl.store(scales + place, encode_e4m3(drawn).to(tl.uint8), mask=(r < M) & (c < blocks))
+    if tl.program_id(0) == 0:
+        _store_scale(scale, total, REACH * 256)
+
+
+@triton.jit
+def _encode_scale(total, BOUND: tl.constexpr):
+    """Return S_enc [1, 1], by which the tensor's amax becomes BOUND."""
+    encode = tl.div_rn(tl.full([1, 1], BOUND, tl.float32), total)
+    encode = tl.where(encode > _FLT_MAX, _FLT_MAX, encode)
+    return tl.where((total == 0) | (encode == 0), 1.0, encode)
+
+
+@triton.jit
+def _store_scale(scale, total, BOUND: tl.constexpr):
+    """Store the scale of the tensor; NaN where its amax is not finite."""
+    decode = tl.div_rn(total, tl.full([1, 1], BOUND, tl.float32))
+    decode = tl.where(decode < 2.938735877055719e-39, 2.938735877055719e-39, decode)  # 2^-128
+    tl.store(scale + tl.zeros([1, 1], tl.int32), decode + (total - total))
 
 
 @triton.jit
@@ -293,6 +374,24 @@ def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -
     return _quantize(x_MK, 1, None, None, key, block)
 
 
+def quantize_eden(x_MK: Tensor, block: int, rotation: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed codes, block scales and scale, as `quantize` does, of x rotated by the signs of `rotation`: MS-EDEN.
+
+    block: 16, 32, 64 or 128. rotation, key: int32 [2] each, of the signs and of the draws that round block scales.
+    """
+    refuse_unknown(x_MK.dtype, block)
+    packed, scales, scale = _empty(x_MK, 1, columns := -(-x_MK.shape[1] // block) * block)
+    operand, rotated, options, grid = _launch(x_MK, columns, block)
+    bits = x_MK.new_zeros((1, 1), dtype=torch.int32)
+    amax_kernel[grid](x_MK, bits, *operand, rotation, **rotated, **options)
+    widths = columns, packed.shape[1], scales.shape[1]
+    eden_kernel[grid](
+        x_MK, packed, scales.view(torch.uint8), scale, bits.view(torch.float32), rotation, key, *operand, *widths,
+        **rotated, REACH=EDEN_REACH, **format_constants(E4M3), **options,
+    )  # fmt: skip
+    return packed, scales, scale
+
+
 def dequantize(
     packed: Tensor, scales_RC: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -308,23 +407,13 @@ def factors(packed: Tensor, scales_RC: Tensor, rows: int, columns: int) -> Tenso
 def _quantize(
     x_MK: Tensor, rows: int, four_over_six: ErrorOf | None, amax: Tensor | None, key: Tensor | None, hadamard: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    M, K = x_MK.shape
+    K = x_MK.shape[1]
     columns = -(-K // hadamard) * hadamard if hadamard else K
-    packed = x_MK.new_empty((M, -(-columns // 2)), dtype=torch.uint8)
-    scales = x_MK.new_empty((-(-M // rows), -(-columns // COLUMNS)), dtype=torch.float8_e4m3fn)
-    scale = x_MK.new_empty((1, 1), dtype=torch.float32)
-    power, last = hadamard_factors(hadamard) if hadamard else (1.0, 1.0)
-    # long rows, unless it is the columns that are contiguous; rotate with two warps (see hadamard.py)
-    BM, BK, warps = (32, 128, 4) if x_MK.stride(1) == 1 else (64, 64, 4)
-    if hadamard:
-        BM, BK, warps = (16, 128, 2) if x_MK.stride(1) == 1 else (64, 32 if hadamard < 64 else 64, 2)
-    operand = (M, K, x_MK.stride(0), x_MK.stride(1))
-    rotation = {"HADAMARD": hadamard, "POWER": power, "LAST": last}
-    options = {"BM": BM, "BK": BK, "num_warps": warps, "enable_fp_fusion": False}
-    grid = (max(1, triton.cdiv(M, BM) * triton.cdiv(columns, BK)),)
+    packed, scales, scale = _empty(x_MK, rows, columns)
+    operand, rotation, options, grid = _launch(x_MK, columns, hadamard)
     if amax is None:
         bits = x_MK.new_zeros((1, 1), dtype=torch.int32)
-        amax_kernel[grid](x_MK, bits, *operand, **rotation, **options)
+        amax_kernel[grid](x_MK, bits, *operand, None, **rotation, **options)
         amax = bits.view(torch.float32)
     widths = columns, packed.shape[1], scales.shape[1]
     quantize_kernel[grid](
@@ -333,6 +422,32 @@ def _quantize(
         **options,
     )  # fmt: skip
     return packed, scales, scale
+
+
+def _empty(x_MK: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed codes, block scales and scale, to be filled."""
+    M = x_MK.shape[0]
+    packed = x_MK.new_empty((M, -(-columns // 2)), dtype=torch.uint8)
+    scales = x_MK.new_empty((-(-M // rows), -(-columns // COLUMNS)), dtype=torch.float8_e4m3fn)
+    return packed, scales, x_MK.new_empty((1, 1), dtype=torch.float32)
+
+
+def _launch(
+    x_MK: Tensor, columns: int, hadamard: int
+) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any], tuple[int]]:
+    """Return how a kernel is launched: the arguments of its operand, of its rotation, its options, and the grid."""
+    M, K = x_MK.shape
+    power, last = hadamard_factors(hadamard) if hadamard else (1.0, 1.0)
+    # long rows, unless it is the columns that are contiguous; rotate with two warps (see hadamard.py)
+    BM, BK, warps = (32, 128, 4) if x_MK.stride(1) == 1 else (64, 64, 4)
+    if hadamard == 128:  # MS-EDEN takes many registers
+        BM, BK, warps = (8 if x_MK.stride(1) == 1 else 16, 128, 2)
+    elif hadamard:
+        BM, BK, warps = (16, 128, 2) if x_MK.stride(1) == 1 else (64, 32 if hadamard < 64 else 64, 2)
+    rotation = {"HADAMARD": hadamard, "POWER": power, "LAST": last}
+    options = {"BM": BM, "BK": BK, "num_warps": warps, "enable_fp_fusion": False}
+    grid = (max(1, triton.cdiv(M, BM) * triton.cdiv(columns, BK)),)
+    return (M, K, x_MK.stride(0), x_MK.stride(1)), rotation, options, grid
 
 
 def _dequantize(

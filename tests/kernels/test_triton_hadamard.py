@@ -17,8 +17,11 @@ LAUNCHES: Launches = {
     "32 back": (ANY, lambda: hadamard.rotate(matrix(), 32, back=True)),
     "float32": (ANY, lambda: hadamard.rotate(matrix(dtype=torch.float32), 16)),
     "float16": (ANY, lambda: hadamard.rotate(matrix(dtype=torch.float16), 64)),
+    "drawn": (ANY, lambda: hadamard.rotate_drawn(matrix(), 128, KEY)),
+    "drawn, back": (ANY, lambda: hadamard.rotate_drawn(matrix().t(), 16, KEY, back=True)),
 }
 
+KEY = torch.tensor([12345, -678], dtype=torch.int32)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -30,15 +33,21 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("signs", [None, KEY], ids=["fixed", "drawn"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (33, 71), (70, 128), (3, 200)])
-def test_exact_where_the_sums_are(shape, dtype, block, back):
+def test_exact_where_the_sums_are(shape, dtype, block, signs, back):
     """Integers times one power of two: float32 holds every partial sum."""
     torch.manual_seed(0)
+    on_device = None if signs is None else signs.to(DEVICE)
     for scale in (1.0, 0.0, -0.0) + ((2.0**-7,) if dtype == torch.float16 else (2.0**-100, 2.0**100)):
         x = (torch.randint(-127, 128, shape) * scale).to(dtype)
-        same(hadamard.rotate(x.to(DEVICE), block, back), reference.rotate(x, block, back))
+        same(rotated(hadamard, x.to(DEVICE), block, on_device, back), rotated(reference, x, block, signs, back))
+
+
+def rotated(by, x, block, signs, back=False):
+    return by.rotate(x, block, back) if signs is None else by.rotate_drawn(x, block, signs, back)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +87,7 @@ def test_what_is_not_finite_stays_in_its_block():
 def test_no_rows_and_other_types():
     assert hadamard.rotate(torch.zeros(0, 20, dtype=torch.bfloat16, device=DEVICE), 16).shape == (0, 32)
     for rotate in (hadamard.rotate, nvfp4.quantize_rotated):
-        for dtype, block in ((torch.float64, 16), (torch.float32, 128), (torch.float32, 24)):
+        for dtype, block in ((torch.float64, 16), (torch.float32, 256), (torch.float32, 24)):
             with refused(ValueError):
                 rotate(torch.zeros(2, 16, dtype=dtype, device=DEVICE), block)
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.sampled
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KEY = torch.tensor([12345, -678], dtype=torch.int32)
+SIGNS = torch.tensor([-9, 4321], dtype=torch.int32)  # a key of drawn ones
 ERRORS = [None, "mse", "mae"]
 NAN, INF = float("nan"), float("inf")
 
@@ -39,6 +40,8 @@ LAUNCHES: Launches = {
     "float32": ((90,), lambda: nvfp4.quantize(matrix(dtype=torch.float32), 1)),
     "rotated": (ANY, lambda: nvfp4.quantize_rotated(matrix().t(), 16, KEY)),
     "rotated 32": ((90, 100), lambda: nvfp4.quantize_rotated(matrix(), 32)),
+    "eden": (ANY, lambda: nvfp4.quantize_eden(matrix(), 128, KEY, KEY)),
+    "eden of a transpose": ((90, 100), lambda: nvfp4.quantize_eden(matrix().t(), 128, KEY, KEY)),
     "dequantize": (ANY, lambda: nvfp4.dequantize(*codes(16), torch.ones(1, 1), 16, 512, torch.bfloat16)),
     "factors": (ANY, lambda: nvfp4.factors(*codes(1), 1, 512)),
 }
@@ -216,6 +219,26 @@ def test_quantize_rotated_at_both_ends_of_the_range(value):
         x[7, 20] = value
     x = x.to(torch.bfloat16)
     same(nvfp4.quantize_rotated(x.to(DEVICE)), reference.quantize_rotated(x))
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 71), (70, 130), (0, 20)])
+def test_quantize_eden(shape, block):
+    """Multiples of 1/8, so that the sums of the rotation are exact and no order of them matters."""
+    x = ((inputs(*shape).float().clamp(-100, 100) * 8).round() / 8).to(torch.bfloat16)
+    for ours, theirs in ((x.to(DEVICE), x), (x.to(DEVICE).t(), x.t())):
+        expected = reference.quantize_eden(theirs, block, SIGNS, KEY)
+        same(nvfp4.quantize_eden(ours, block, SIGNS.to(DEVICE), KEY.to(DEVICE)), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-100, 2.0**100, NAN, INF])
+def test_quantize_eden_at_both_ends_of_the_range(value):
+    x = (inputs(20, 200).float().clamp(-100, 100) * 8).round().mul(value if value == value and value != INF else 1.0)
+    if value != value or value == INF:
+        x[7, 20] = value
+    x = x.to(torch.bfloat16)
+    ours = nvfp4.quantize_eden(x.to(DEVICE), 128, SIGNS.to(DEVICE), KEY.to(DEVICE))
+    same(ours, reference.quantize_eden(x, 128, SIGNS, KEY))
 
 
 def test_every_code_under_every_scale():
