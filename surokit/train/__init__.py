@@ -20,6 +20,7 @@ checkpointing.py     save, resume, fork: what of a session outlasts a run
 checkpoint_files.py  checkpoints on disk, whole or not at all; sharded_files.py: of a model that several processes hold
 saving.py            a checkpoint that is written while one waits, or beside training
 resharding.py        a sharded session as parts of tensors, and from the parts that any other number of processes wrote
+switching.py         another recipe in mid-run, by hand or as the recipe says
 peers.py             the processes that train one model together, and agree on its checkpoints
 exporting.py         a model's folder of a checkpoint
 fitting.py           fit_to_time: the size and the steps that end in a given time

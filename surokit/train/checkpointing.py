@@ -40,6 +40,7 @@ from surokit.train.resharding import (
     parameters_by_name,
 )
 from surokit.train.setup import apply_saved, check_recipe, rebuild_model
+from surokit.train.switching import go_over
 from surokit.units import counted
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     if saved is not None and given is not None and saved.numbers != given.numbers:
         note_recipe(session.model, saved, part_of(session.model))  # with the changes that were made in the run
     if (part := meta.get("part", 0)) != part_of(session.model):
-        session.go_over(part)
+        assert session.recipe is not None
+        go_over(session, session.recipe, part)
     if again and own:  # delayed scales of copies are each process's own
         state |= {"scaling": own["scaling"], "data": own["data"]}
     peers.together(lambda: fitting(lambda: convert.load_scaling_state(session.model, state["scaling"])))

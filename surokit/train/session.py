@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from surokit import convert
-from surokit.applied import Trainer, note_recipe, part_of, recipe_of
+from surokit.applied import Trainer, part_of, recipe_of
 from surokit.data import check_vocabulary
 from surokit.nn.delayed import dropped_on_error
 from surokit.optim.adamw import AdamW
@@ -35,7 +35,7 @@ from surokit.optim.schedule import Cosine, Schedule
 from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
-from surokit.parallel.spread import is_deferred, share_scales, spread
+from surokit.parallel.spread import is_deferred, spread
 from surokit.parallel.wire import Wire, wire
 from surokit.ranks import LIVE, rank_here, why_restarted
 from surokit.recipe import Recipe, find_recipe
@@ -44,7 +44,7 @@ from surokit.runs.records import Record, Records
 from surokit.runs.status import RunInfo
 from surokit.runs.watchdog import Watchdog, watched
 from surokit.train import checkpoint_files as checkpoints
-from surokit.train import checkpointing, evaluation
+from surokit.train import checkpointing, evaluation, switching
 from surokit.train.background import Running
 from surokit.train.capture import Capture
 from surokit.train.compiling import GivenUp
@@ -379,8 +379,7 @@ class Session(Trainer):
         if tokens is None:
             tokens = self.processes.world * sum(batch["input_ids"].numel() for batch in batches)
         check_place(self.model, self.device)
-        if (recipe := self.recipe) is not None and recipe.later:
-            self._go_over(recipe.part_at(self.steps, self.run_length))
+        switching.follow(self)
         self._prepare()
         if not self.model.training:
             self.model.train()
@@ -731,42 +730,7 @@ class Session(Trainer):
 
         ValueError for a recipe that stores weights in another way or trains other parameters: fork() begins with any.
         """
-        before, wanted = self.recipe, find_recipe(recipe)
-        if before is None:
-            raise ValueError(
-                "This session has a model as it was given, so there is no recipe to change: give Session(recipe='bf16') or another."
-            )
-        kept = before.parts[0]
-        for change in before.later[: part_of(self.model)]:
-            if change.step(self.run_length) < self.steps:  # else it computed nothing
-                kept = kept.then(change.recipe, at=change.at)
-        after = kept.then(wanted, at=self.steps)
-        check_changes(after, self.run_length, self.processes.layout)
-        self.arrivals.drain(wait=True)
-        note_recipe(self.model, after)
-        self._go_over(len(after.later))
-
-    def _go_over(self, part: int) -> None:
-        if self.recipe is None or part == part_of(self.model):
-            return
-        self.go_over(part)
-        self.journal.note(self.steps, f"the next step is the first in {self.recipe.parts[part].name}")
-        self.journal.changed()
-        self.measuring.restart()
-
-    def go_over(self, part: int) -> None:
-        """Let this part of the session's recipe compute."""
-        recipe = self.recipe
-        assert recipe is not None
-        trained = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        convert.apply(self.model, recipe.parts[part])
-        for name, p in self.model.named_parameters():  # what a user has made trainable stays so
-            p.requires_grad_(trained[name])
-        note_recipe(self.model, recipe, part)
-        share_scales(self.model, self.processes)
-        if not self.processes.layout.is_sharded:
-            self.decoded = convert.keep_decoded(self.model)
-        self.engine.model_changed()
+        switching.switch(self, recipe)
 
     # -- contexts, stopping, compiling
 
