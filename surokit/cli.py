@@ -108,7 +108,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="of a race that `surokit race` has run; or the study's evidence.json",
     )
     reproduce.add_argument("--minutes", type=float, help="for a study: run again what fits (default 60)")
-    reproduce.add_argument("--only", default="", metavar="TEXT", help="for a study: runs whose names contain this")
+    reproduce.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="for a study: runs whose names contain this, and those they are compared with",
+    )
     reproduce.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep what is run again there")
     reproduce.set_defaults(run=_reproduce)
 

@@ -190,18 +190,21 @@ def judged(low: float, high: float, gate: float) -> str:
 def paired_gap(*groups: Sequence[float], level: float = 0.95) -> Gap:
     """Return the mean of differences between paired runs, with the interval of Student's t.
 
-    Of several groups, such as sizes of a model, it is the mean of their means; the spread is that within groups, which is taken to
-    be the same in all. Raises ValueError where a group has no difference.
+    Of several groups, such as sizes of a model, it is the mean of their means. Each group has a spread of its own, of which the
+    root mean square is told; the degrees of freedom are those of Welch and Satterthwaite, rounded down. No interval where a
+    group has one difference only. Raises ValueError where one has none.
     """
     values = [np.asarray(group, np.float64) for group in groups]
     if not values or not all(len(group) for group in values):
         raise ValueError("paired_gap() needs at least one difference, in every group.")
     pairs, mean = sum(map(len, values)), float(np.mean([group.mean() for group in values]))
-    degrees = pairs - len(values)
-    if not degrees:
+    if min(map(len, values)) == 1:
         return Gap(math.nan, mean, math.nan, math.nan, pairs, math.nan)
-    spread = math.sqrt(sum(float(np.square(group - group.mean()).sum()) for group in values) / degrees)
-    error = spread * math.sqrt(sum(1 / len(group) for group in values)) / len(values)
+    variances = [float(group.var(ddof=1)) for group in values]
+    squares = [variance / len(group) for variance, group in zip(variances, values, strict=True)]
+    spread, error = math.sqrt(float(np.mean(variances))), math.sqrt(sum(squares)) / len(values)
+    over = sum(square**2 / (len(group) - 1) for square, group in zip(squares, values, strict=True))
+    degrees = math.floor(sum(squares) ** 2 / over * (1 + 1e-12)) if over else pairs - len(values)
     half = student_t((1 + level) / 2, degrees) * error
     p = 2 * (1 - student_t_below(abs(mean) / error, degrees)) if error else float(mean == 0)
     return Gap(mean - half, mean, mean + half, spread, pairs, p)

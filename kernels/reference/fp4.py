@@ -26,11 +26,11 @@ SIGNED = VALUES + tuple(-v for v in VALUES)
 
 
 def encode(y: Tensor, key: Tensor | None = None) -> Tensor:
-    """Return the nibbles (uint8, 0 .. 15) of float32 numbers, clamped to +-6, to nearest even; with a key rounded stochastically.
+    """Return the nibbles (uint8, 0 .. 15) of numbers in float32, clamped to +-6, to nearest even; with a key stochastically.
 
-    Bits are moved, as torch compares on a CPU one element at a time: a third of the time of counting the midpoints below.
+    On a CPU torch compares one element at a time, so bits are moved instead.
     """
-    y = y.clamp(-E2M1.max, E2M1.max)
+    y = y.float().clamp(-E2M1.max, E2M1.max)
     rounded = _rounded(y) if key is None else round_stochastic(y, E2M1, key)
     # float16 has its least normal number, 2^-14, where E2M1 has 1: its bits are then E2M1's and nine zeros (of a NaN, ones)
     bits = rounded.mul_(2.0**-14).to(torch.float16).view(torch.int16)

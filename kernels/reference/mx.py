@@ -41,10 +41,11 @@ def quantize(x_MK: Tensor, format: Format, rule: Rule, key: Tensor | None = None
     scales_MC = _scale_bytes(amax(x_MK, 1, BLOCK), format, rule)
     # 2^(127 - byte), by its exponent field; the field would be 0 for byte 254 only, which no rule gives
     encode_MC = ((254 - scales_MC) << 23).view(torch.float32).masked_fill_(scales_MC == 255, torch.nan)
-    y_MK = _scaled(x_MK, encode_MC).clamp_(-format.max, format.max)
+    y_MK = _scaled(x_MK, encode_MC)
     scales_MC = scales_MC.to(torch.uint8).view(torch.float8_e8m0fnu)
     if format == E2M1:
         return fp4.pack(fp4.encode(y_MK, key)), scales_MC
+    y_MK.clamp_(-format.max, format.max)
     if key is not None:
         y_MK = round_stochastic(y_MK, format, key)
     return y_MK.to(DTYPES[format]), scales_MC

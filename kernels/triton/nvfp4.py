@@ -175,7 +175,7 @@ def amax_kernel(
     BK: tl.constexpr,
 ):
     """Merge the tile's amax into `amax`, an int32 that holds a float32's bits."""
-    tiles = tl.cdiv(K, BK)
+    tiles = tl.maximum(tl.cdiv(K, BK), 1)
     m = (tl.program_id(0) // tiles) * BM + tl.arange(0, BM)[:, None]
     k = (tl.program_id(0) % tiles) * BK + tl.arange(0, BK)[None, :]
     x_tile = _load_tile(x, m, k, M, K, stride_m, stride_k, signs, HADAMARD, POWER, LAST)
@@ -214,7 +214,7 @@ def quantize_kernel(
     """
     R: tl.constexpr = BM // ROWS
     C: tl.constexpr = BK // 16
-    tiles = tl.cdiv(columns, BK)
+    tiles = tl.maximum(tl.cdiv(columns, BK), 1)  # a matrix without columns has a scale too
     m0 = (tl.program_id(0) // tiles) * BM
     k0 = (tl.program_id(0) % tiles) * BK
     m, k = m0 + tl.arange(0, BM)[:, None], k0 + tl.arange(0, BK)[None, :]
@@ -277,7 +277,7 @@ def eden_kernel(
     REACH: to which the amax of a block is scaled. MAX, MANTISSA, LOWEST: of E4M3.
     """
     C: tl.constexpr = BK // 16
-    tiles = tl.cdiv(columns, BK)
+    tiles = tl.maximum(tl.cdiv(columns, BK), 1)  # a matrix without columns has a scale too
     m0 = (tl.program_id(0) // tiles) * BM
     k0 = (tl.program_id(0) % tiles) * BK
     m, k = m0 + tl.arange(0, BM)[:, None], k0 + tl.arange(0, BK)[None, :]

@@ -226,14 +226,15 @@ def run(
     minutes: float = 60.0,
     workers: int = 2,
     can_begin: Callable[[Mapping[str, Any]], Iterable[Run]] = runs,
+    benchmark: str = "evidence",
 ) -> dict[str, Any]:
     """Go on with the study for so many minutes, in `workers` processes; return the raw result, which is in `out` as it grows.
 
     folder: of checkpoints, which may be deleted when nothing is left. can_begin: of what was found, the runs to be made, in order.
+    benchmark: what the file calls itself.
     """
-    book = Book(
-        out or Path("evidence.json"), "evidence", {"benchmark": "evidence", "settings": SETTINGS}, {"minutes": minutes}
-    )
+    head = {"benchmark": benchmark, "settings": SETTINGS}
+    book = Book(out or Path("evidence.json"), "evidence", head, {"minutes": minutes})
     folder.mkdir(parents=True, exist_ok=True)
     ends_at = time.time() + 60 * minutes
     context = multiprocessing.get_context("spawn")

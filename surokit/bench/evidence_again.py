@@ -11,81 +11,105 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import evidence
-from surokit.bench.evidence_plan import ALONE, FROM_SCRATCH, FROZEN, SETTINGS, Run, baseline_of
+from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, baseline_of
 from surokit.bench.evidence_table import gaps
-from surokit.racing.reproduced import Figure, Reproduction, differences_of, plain
+from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
 from surokit.statistics import Interval, paired_gap, student_t
 
 FILE = "evidence.json"
+AGAIN = "evidence, run again"  # what a file of runs that were made again calls itself
 
 
 def reproduce(path: Path, folder: Path, minutes: float, only: str = "", workers: int = 2) -> Reproduction:
     """Run again what fits into so many minutes, and compare. The same folder goes on where an earlier call ended.
 
-    path: the raw file, or the folder that holds it as evidence.json. only: what the names of runs have to contain; runs below them
-    count too. Raises ValueError for a file of another study, or of other settings than the code's, and where no run is chosen.
+    path: the raw file, or the folder that holds it as evidence.json. only: what the names of runs have to contain; the runs that
+    they are compared with, and those below adapters, are made too. Raises ValueError for a file of another study, or of other
+    settings than the code's, for a folder with anything else in it, and where no run is chosen or none ended in time.
     """
     file = path / FILE if path.is_dir() else path
-    try:
-        then = json.loads(file.read_text(encoding="utf-8"))
-        settings, found = then["settings"], then["evidence"]
-    except (ValueError, KeyError, TypeError):
+    then = _read(file)
+    if then["settings"] != json.loads(json.dumps(SETTINGS)):
         raise ValueError(
-            f"{file} is no raw file of the study: give what `python -m surokit.bench evidence` wrote."
-        ) from None
-    if settings != json.loads(json.dumps(SETTINGS)):
-        raise ValueError(
-            f"{file} was made with other settings than this version of surokit has: check out commit "
-            f"{then['environment'].get('commit')}."
+            f"{file} was made with other settings than this version of surokit has: check out the commit that the file names."
         )
-    if file.resolve() == (folder / FILE).resolve():
-        raise ValueError(f"{folder} holds the study itself: give --run-dir another folder.")
-    chosen = chosen_runs(found, only)
+    if folder.exists() and any(folder.iterdir()) and not _is_again(folder / FILE):
+        raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
+    chosen = chosen_runs(then["evidence"], only)
     if not chosen:
-        raise ValueError(f"No run has {only!r} in its name: the file's runs are named like {next(iter(found), '')!r}.")
+        names = next(iter(then["evidence"]), "")
+        raise ValueError(f"No run has {only!r} in its name: the file's runs are named like {names!r}.")
+    folder.mkdir(parents=True, exist_ok=True)
 
     def can_begin(done: Mapping[str, Any]) -> Iterable[Run]:
-        return [run for run in chosen if run.base is None or run.base.key in done]
+        waits_for = {run: [each for each in (run.base, run.first_part) if each in chosen] for run in chosen}
+        return [run for run in chosen if all(each.key in done for each in waits_for[run])]
 
-    folder.mkdir(parents=True, exist_ok=True)
-    now = evidence.run(folder / FILE, folder, minutes, workers, can_begin)
+    now = evidence.run(folder / FILE, folder, minutes, workers, can_begin, AGAIN)
+    if not now["evidence"]:
+        raise ValueError(f"No run ended in {minutes:g} minutes: give more with --minutes, and the same --run-dir.")
     return compare_studies(then, now)
 
 
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data["settings"], dict) or not isinstance(data["environment"], dict):
+            raise TypeError
+        for run in data["evidence"].values():
+            _run_of(run), run["held_out"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{file} is no raw file of the study: give what `python -m surokit.bench evidence` wrote, or the folder of a race."
+        ) from None
+    return data
+
+
+def _run_of(found: Mapping[str, Any]) -> Run:
+    return Run(**{field.name: found[field.name] for field in fields(Run)})
+
+
+def _is_again(file: Path) -> bool:
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("benchmark") == AGAIN
+
+
 def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
-    """Return the runs whose names contain `only`, each behind the run below it; sweeps last."""
-    names = [field.name for field in fields(Run)]
-    named = [Run(**{name: found[key][name] for name in names}) for key in found if only in key]
-    ordered = sorted(named, key=lambda run: run.kind == "sweep")
-    return list(dict.fromkeys(each for run in ordered for each in (run.base, run) if each))
+    """Return the runs whose names contain `only`, each behind the run below it and the one it is compared with; sweeps last."""
+    named = sorted((_run_of(found[key]) for key in found if only in key), key=lambda run: run.kind == "sweep")
+    chosen: dict[Run, None] = {}
+    for run in named:
+        baseline = _run_of(found[run.baseline.key]) if run.baseline.key in found else None
+        chosen |= dict.fromkeys(each for each in (run.base, baseline, run) if each)
+    return list(chosen)
 
 
 def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduction:
     """Compare two raw files: each run's held-out loss to the bit, and gaps by the interval in which the mean of as many new seeds
     lies in 95 of 100 studies (Student's t, from the spread between the seeds of then)."""
-    both = [(key, then["evidence"][key], run) for key, run in now["evidence"].items() if key in then["evidence"]]
+    both = {key: (then["evidence"][key], new) for key, new in now["evidence"].items() if key in then["evidence"]}
     figures = [
         Figure(f"{key}: held-out loss", plain(old["held_out"]), plain(new["held_out"]), is_loss=True)
-        for key, old, new in both
+        for key, (old, new) in both.items()
     ]
-    kinds = {"scratch": FROM_SCRATCH, "tuning": FROZEN, "alone": ALONE}
-    sizes = {run["size"]: None for run in now["evidence"].values()}
-    for kind, recipes in kinds.items():
+    made = {"evidence": {key: new for key, (_, new) in both.items()}}
+    sizes = {new["size"]: None for _, new in both.values()}
+    for kind, recipes in OF_TEXTS.items():
         for size in sizes:
             for recipe in recipes:
-                new = gaps(now, kind, size, recipe) if recipe != baseline_of(recipe) else []
+                new = gaps(made, kind, size, recipe) if recipe != baseline_of(recipe) else []
                 if new:
-                    name = f"{kind} {size} {recipe}: gap, %"
-                    old = gaps(then, kind, size, recipe)
-                    figures.append(Figure(name, _expected(old, len(new)), plain(100 * statistics.mean(new))))
-    others = [f"data of {key}" for key, old, new in both if old.get("data") not in (None, new["data"])]
-    return Reproduction(tuple(figures), (*differences_of(then["environment"], now["environment"]), *others))
+                    old = expected([100 * gap for gap in gaps(then, kind, size, recipe)], len(new))
+                    figures.append(Figure(f"{kind} {size} {recipe}: gap, %", old, plain(100 * statistics.mean(new))))
+    differences = differences_of(then["environment"], now["environment"], VERSIONS)
+    differences += [f"code of {key}" for key, (old, new) in both.items() if old.get("source") != new.get("source")]
+    differences += [f"data of {key}" for key, (old, new) in both.items() if old.get("data") != new.get("data")]
+    return Reproduction(tuple(figures), tuple(differences), "Versions, machine, code and data")
 
 
-def _expected(values: list[float], count: int) -> Interval:
-    """Return where the mean of `count` new seeds is expected, in percent; no interval from fewer than two."""
+def expected(values: list[float], count: int) -> Interval:
+    """Return where the mean of `count` new seeds is expected after these; no interval from fewer than two."""
     gap = paired_gap(values)
     if gap.pairs < 2:
-        return plain(100 * gap.mean)
+        return plain(gap.mean)
     half = student_t(0.975, gap.pairs - 1) * gap.spread * math.sqrt(1 / gap.pairs + 1 / count)
-    return Interval(100 * (gap.mean - half), 100 * gap.mean, 100 * (gap.mean + half))
+    return Interval(gap.mean - half, gap.mean, gap.mean + half)

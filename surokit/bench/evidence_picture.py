@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.bench.evidence_plan import BATCH, FROM_SCRATCH, LENGTH, SIZES
+from surokit.bench.evidence_plan import BATCH, FROM_SCRATCH, GATES, LENGTH, SIZES
 from surokit.bench.evidence_table import ALL, TRAINED, by_recipe, gaps
 from surokit.bench.gap_picture import INK, ROW_INCHES, SOFT, GapRow, draw_gaps, in_percent
 from surokit.bench.result import fingerprint, save_picture
@@ -21,7 +21,7 @@ _COLORS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#5f6670")  # of recipes,
 
 def digest(data: Mapping[str, Any]) -> str:
     """Return a fingerprint of the data that the pictures show."""
-    return fingerprint({key: run["curve"] for key, run in data["evidence"].items()})
+    return fingerprint({"gates": GATES, **{key: run["curve"] for key, run in data["evidence"].items()}})
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
@@ -40,6 +40,8 @@ def all_gaps(data: Mapping[str, Any]) -> Figure:
     from matplotlib.figure import Figure as Picture
 
     found = by_recipe(data)
+    if not found:
+        raise ValueError("No recipe has a run beside its baseline yet: the study has to go on before it can be drawn.")
     kinds = [kind for kind in TRAINED if any(kind == of for of, _ in found)]
     counts = [sum(kind == of for of, _ in found) for kind in kinds]
     picture = Picture(figsize=(9, 0.7 * len(kinds) + ROW_INCHES * sum(counts)), layout="constrained")
@@ -60,21 +62,26 @@ def growth(data: Mapping[str, Any]) -> Figure:
     """Draw the mean gap of each recipe from scratch over the tokens seen, with the lowest and the highest seed."""
     from matplotlib.figure import Figure as Picture
 
-    runs = data["evidence"].values()
-    sizes = [size for size in SIZES if any((run["kind"], run["size"]) == ("scratch", size) for run in runs)]
+    recipes = FROM_SCRATCH[1:]
+    counts = {size: [len(gaps(data, "scratch", size, recipe)) for recipe in recipes] for size in SIZES}
+    sizes = [size for size in SIZES if any(counts[size])]
+    if not sizes:
+        raise ValueError("No recipe has a run beside its baseline yet: the study has to go on before it can be drawn.")
     picture = Picture(figsize=(3.6 * len(sizes) + 1.4, 3.6), layout="constrained")
     panels = picture.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
-        for recipe, color in zip(FROM_SCRATCH[1:], _COLORS, strict=True):
-            if not (at := _steps_of(data, size, recipe)):
+        for recipe, color in zip(recipes, _COLORS, strict=True):
+            if not gaps(data, "scratch", size, recipe):
                 continue
+            at = _steps_of(data, size, recipe)
             values = [[100 * gap for gap in gaps(data, "scratch", size, recipe, step)] for step in at]
             tokens = [step * BATCH * LENGTH / 1e6 for step in at]
             axes.fill_between(tokens, [*map(min, values)], [*map(max, values)], color=color, alpha=0.15, linewidth=0)
             axes.plot(tokens, [*map(statistics.mean, values)], "o-", color=color, markersize=3, label=recipe)
         axes.axhline(0, color=SOFT, linewidth=0.8)
-        seeds = len(gaps(data, "scratch", size, "fp4"))
-        axes.set_title(f"{size} parameters, {seeds} seeds", loc="left", fontsize=10, color=INK)
+        least, most = min(filter(None, counts[size])), max(counts[size])
+        seeds = f"{least} to {most} seeds" if least < most else f"{most} seeds"
+        axes.set_title(f"{size} parameters, {seeds}", loc="left", fontsize=10, color=INK)
         axes.set_xlabel("million tokens", color=SOFT)
         in_percent(axes, "y")
     panels[0].set_ylabel("gap to bfloat16, %: mean, lowest, highest", color=SOFT)

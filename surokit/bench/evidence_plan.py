@@ -1,8 +1,8 @@
 """Plan the study of what each recipe costs: which runs it has, with how many seeds, and by which gates it is judged.
 
 The study is planned before it runs: `plan` takes the spread between seeds of the study before (recipes.json) and says with how many
-seeds a gate can be decided; `SEEDS` is what was taken. Every recipe trains at the learning rate that was best for it in a short
-sweep; where it was not swept, at that of bf16.
+seeds a gate can be decided, and how often it is with `SEEDS`. Every recipe trains at the learning rate that was best for it in a
+short sweep; where it was not swept, at that of bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from surokit.bench import result
 from surokit.environment import environment
-from surokit.statistics import count_for_gate
+from surokit.statistics import count_for_gate, power_of_gate
 
 VOCAB, LENGTH, BATCH = 1024, 128, 8
 TEXTS = ("stories", "Moby-Dick")  # on which a run from scratch is held out, in this order
@@ -42,7 +42,7 @@ SIZES = {
 }
 OF_A_TASK = Size("task", 2, 64, 4, 176)
 OF_TASKS = ("task", "retaught")
-#: How many seeds each size has; `plan` says why.
+#: How many seeds each size has, which ten hours on two cores allow; `plan` says what they decide.
 SEEDS = {"1M": 6, "3M": 3, "8M": 2}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
 FROM_SCRATCH = ("bf16", "fp8-current", "mxfp8", "fp4", SWITCHED, "quartet-ii")
@@ -51,16 +51,18 @@ FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4", "qfp8 loftq", "qfp4 loftq", "qnf4
 #: Recipes that are not trained at every size, and those with fewer seeds: what they would take is most of the study's hours.
 ONLY_AT = {"quartet-ii": ("1M",), "mxfp8": ("1M", "3M"), **dict.fromkeys(FROZEN[-3:], ("1M", "3M"))}
 SEEDS_OF = {"quartet-ii": 3}
-#: Where the gap of fp4 comes from: one product at a time, and all products of one kind of layer.
+#: Where the gap of fp4 comes from: one product at a time, all products of one kind of layer, and no last blocks in bf16.
 ALONE = (
-    "bf16(forward=fp4)",
-    "bf16(grad_input=fp4)",
-    "bf16(grad_weight=fp4)",
+    "fp4(grad_input=bf16, grad_weight=bf16)",
+    "fp4(forward=bf16, grad_weight=bf16)",
+    "fp4(forward=bf16, grad_input=bf16)",
     "fp4 in attention",
     "fp4 in mlp",
     "fp4 everywhere",
 )
 ALONE_SEEDS = 3
+#: Recipes of those kinds of runs that have a held-out loss on text.
+OF_TEXTS = {"scratch": FROM_SCRATCH, "tuning": FROZEN, "alone": ALONE}
 GATES = {
     "fp8-current": 0.0025,
     "mxfp8": 0.0025,
@@ -148,6 +150,18 @@ class Run:
         return Run("task", "addition", "bf16", self.seed, self.base_lr) if self.kind == "retaught" else None
 
     @property
+    def baseline(self) -> Run:
+        """Return the run that this one is compared with, of the same seed; itself where it is one."""
+        kind = "scratch" if self.kind == "alone" else self.kind
+        return replace(self, kind=kind, recipe=baseline_of(self.recipe))
+
+    @property
+    def first_part(self) -> Run | None:
+        """Return the run whose state this one goes on from, where its recipe changes; None for another."""
+        begins, changes, _ = self.recipe.partition(" then ")
+        return replace(self, recipe=begins) if changes else None
+
+    @property
     def forks_at(self) -> int:
         """Return the step at which the run of a recipe that changes begins with this run's state; 0 for none."""
         return recipe_of(SWITCHED).later[0].step(STEPS) if (self.kind, self.recipe) == ("scratch", "fp4") else 0
@@ -158,7 +172,8 @@ class Run:
 
 
 def plan(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return with how many seeds each gate can be decided in four of five studies, by gaps and spreads of an earlier study.
+    """Return with how many seeds each gate can be decided in four of five studies, and in which share of studies it is with the
+    seeds of 1M, by gaps and spreads of an earlier study.
 
     earlier: recipes.json; a size twice as large is taken to have the same spread, which is what the first seeds will show.
     """
@@ -169,8 +184,11 @@ def plan(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
         gaps = [run[known] / run[base] - 1 for run in earlier["runs"]]
         gap, spread = statistics.mean(gaps), statistics.stdev(gaps)
         gap = gap / 3 if name == SWITCHED else gap  # NVIDIA's 1.5 % became 0.5 %
-        seeds = {f"spread x {factor:g}": count_for_gate(gate, gap, factor * spread) for factor in (1.0, 0.5)}
-        rows.append({"recipe": name, "gate": gate, "gap": gap, "spread": spread, "seeds": seeds})
+        spreads = {f"spread x {factor:g}": factor * spread for factor in (1.0, 0.5)}
+        seeds = {name: count_for_gate(gate, gap, each) for name, each in spreads.items()}
+        count = SEEDS_OF.get(name, SEEDS["1M"])
+        power = {name: power_of_gate(gate, gap, each, count) for name, each in spreads.items()}
+        rows.append({"recipe": name, "gate": gate, "gap": gap, "spread": spread, "seeds": seeds, "power at 1M": power})
     return rows
 
 
@@ -216,10 +234,9 @@ def _of_tasks(found: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run
 
 def _of_seed(found: Mapping[str, Mapping[str, Any]], size: str, seed: int) -> Iterator[Run]:
     for recipe in trained_at(size, FROM_SCRATCH, seed):
-        begins = recipe.partition(" then ")[0]
-        if (lr := best_rate(found, size, begins)) is not None:
+        if (lr := best_rate(found, size, recipe.partition(" then ")[0])) is not None:
             run = Run("scratch", size, recipe, seed, lr)
-            if recipe == begins or replace(run, recipe=begins).key in found:
+            if run.first_part is None or run.first_part.key in found:
                 yield run
     if (lr := best_rate(found, size, "bf16")) and Run("scratch", size, "bf16", seed, lr).key in found:
         for recipe in trained_at(size, FROZEN, seed):

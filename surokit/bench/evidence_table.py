@@ -13,10 +13,9 @@ from typing import Any
 
 from surokit.bench.evidence_plan import (
     ABLE,
-    ALONE,
-    FROM_SCRATCH,
     FROZEN,
     GATES,
+    OF_TEXTS,
     SEEDS,
     SIZES,
     TASK_SEEDS,
@@ -26,9 +25,10 @@ from surokit.bench.evidence_plan import (
     loss_at,
 )
 from surokit.bench.result import markdown
+from surokit.bench.results_store import mixed
 from surokit.statistics import paired_gap
 
-ALL = "all"  # sizes together: the mean of their means, with the spread within a size
+ALL = "all"  # sizes together: the mean of their means
 #: Kinds of runs in words.
 TRAINED = {"scratch": "from scratch", "tuning": "fine-tuned", "alone": "one thing alone"}
 
@@ -46,13 +46,9 @@ def gaps(
 
 def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, Any]]:
     """Return a recipe's run and its baseline's, of a size or a task, for every seed that has both."""
-    base = "scratch" if kind == "alone" else kind, baseline_of(recipe)
-    keys = (
-        (Run(kind, of, recipe, seed, 0.0).key, Run(base[0], of, base[1], seed, 0.0).key)
-        for seed in range(max(*SEEDS.values(), TASK_SEEDS))
-    )
+    runs = (Run(kind, of, recipe, seed, 0.0) for seed in range(max(*SEEDS.values(), TASK_SEEDS)))
     found = data["evidence"]
-    return [(found[own], found[other]) for own, other in keys if own in found and other in found]
+    return [(found[run.key], found[run.baseline.key]) for run in runs if {run.key, run.baseline.key} <= found.keys()]
 
 
 def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
@@ -67,17 +63,21 @@ def steps_to(found: Mapping[str, Any], accuracy: float) -> int | None:
 
 def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each recipe and size, and one for all sizes of a recipe together: the mean gap with its interval, its
-    spread, p-value, gate and verdict."""
+    spread, p-value, gate and verdict. All sizes together are outside of a gate where one of them is."""
     found = []
-    for kind, recipes in (("scratch", FROM_SCRATCH), ("tuning", FROZEN), ("alone", ALONE)):
+    for kind, recipes in OF_TEXTS.items():
         for recipe in recipes:
             of_sizes = {size: gaps(data, kind, size, recipe) for size in SIZES if recipe != baseline_of(recipe)}
             there: dict[str, tuple[list[float], ...]] = {size: (values,) for size, values in of_sizes.items() if values}
             if len(there) > 1:
                 there[ALL] = tuple(values for values in of_sizes.values() if values)
+            gate, verdicts = GATES.get(recipe) if kind != "alone" else None, set()
             for size, groups in there.items():
-                gap, gate = paired_gap(*groups), GATES.get(recipe) if kind != "alone" else None
+                gap = paired_gap(*groups)
                 verdict = "" if gate is None else "undecided" if math.isnan(gap.low) else gap.within(gate)
+                if size == ALL and "outside" in verdicts:
+                    verdict = "outside"
+                verdicts.add(verdict)
                 found.append(
                     {"kind": kind, "size": size, "recipe": recipe, **gap._asdict(), "gate": gate, "verdict": verdict}
                 )
@@ -162,7 +162,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 def table_of_losses(data: Mapping[str, Any]) -> str:
     """Make a Markdown table of the gaps, a row for each recipe: the mean of each size, and all sizes together."""
-    head = ["trained", "recipe", *SIZES, "all sizes, 95 % interval", "between seeds", "p", "gate", "interval is"]
+    head = ["trained", "recipe", *SIZES, "mean of sizes, 95 % interval", "between seeds", "p", "gate", "interval is"]
     body = []
     for (kind, recipe), of_sizes in by_recipe(data).items():
         whole = of_sizes[ALL]
@@ -180,12 +180,13 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
             ]
         )
     settings = {key: value for key, value in data["settings"].items() if isinstance(value, int | str)}
-    words = "held-out loss against bf16, %; in brackets how many seeds"
-    return markdown({**data, "benchmark": words, "settings": settings}, head, body)
+    words = "held-out loss against bf16, of adapters against bf16 with an adapter, %; in brackets how many seeds"
+    made = markdown({**data, "benchmark": words, "settings": settings}, head, body)
+    return "\n\n".join([made, *mixed(data, data["evidence"].values())])
 
 
 def _mean(row: Mapping[str, Any]) -> str:
-    return f"{_percent(row['mean'])} ({row['pairs']})"
+    return f"{_percent(row['mean'])} ({row['pairs']})" + ", outside" * (row["verdict"] == "outside")
 
 
 def _percent(share: float) -> str:

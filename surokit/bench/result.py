@@ -217,6 +217,7 @@ def save_picture(picture: Figure, path: Path, digest: str) -> None:
     picture.savefig(path, dpi=110, metadata={"Software": None, "Description": digest})
 
 
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"  # raw files, which only a clone has
 STUDIES = ("deferral", "front_ends", "rounding", "study")  # finished: each lies in a clone beside its raw file
 
 
@@ -224,7 +225,7 @@ STUDIES = ("deferral", "front_ends", "rounding", "study")  # finished: each lies
 def _module(part: str) -> Any:
     if part not in STUDIES:
         return import_module(f"surokit.bench.{part}")
-    file = Path(__file__).parents[2] / "docs" / "measurements" / f"{part}.py"
+    file = MEASUREMENTS / f"{part}.py"
     spec = spec_from_file_location(f"docs.measurements.{part}", file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(

@@ -55,10 +55,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A Reproduction says which figures came out again. differences: of versions, machine, weights, data and seeds, in words."""
+    """A Reproduction says which figures came out again. differences: in words, of what was `compared` beside the figures."""
 
     figures: tuple[Figure, ...]
     differences: tuple[str, ...]
+    compared: str = "Versions, machine, weights and data"
 
     @property
     def holds(self) -> bool:
@@ -91,7 +92,7 @@ class Reproduction:
         if self.differences:
             said.append(f"Not as it was then: {'; '.join(self.differences)}.")
         else:
-            said.append("Versions, machine, weights and data are those of then.")
+            said.append(f"{self.compared} are those of then.")
         return "\n".join([text_table(rows, header=("figure", "then", "now", ""), right=(1, 2), indent=""), "", *said])
 
 

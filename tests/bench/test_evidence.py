@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import surokit as sk
+from surokit import cli
 from surokit.bench import evidence, evidence_again, evidence_picture, evidence_plan, evidence_table
 from surokit.bench.evidence_plan import SWITCHED, Run
 from tests.refusals import refused
@@ -110,7 +111,7 @@ def test_every_recipe_of_the_study_is_one(name: str) -> None:
             False,
             True,
         ]
-    if name == "bf16(grad_input=fp4)":
+    if name == "fp4(forward=bf16, grad_weight=bf16)":
         assert [gemm.quantized for gemm in recipe.gemms] == [False, True, False]
 
 
@@ -129,14 +130,16 @@ def test_the_recipe_that_changes_goes_on_from_its_first_part(small: None, tmp_pa
     first, changing = Run("scratch", "1M", "fp4", 0, 3e-3), Run("scratch", "1M", SWITCHED, 0, 3e-3)
     assert first.forks_at == 13
     assert changing.forks_at == 0
-    evidence.train(first, tmp_path / "shared", FOREVER_S)
+    stayed = evidence.train(first, tmp_path / "shared", FOREVER_S)
     assert evidence.checkpoint_in(tmp_path / "shared" / changing.folder)
     shared = evidence.train(changing, tmp_path / "shared", FOREVER_S)
     alone = evidence.train(changing, tmp_path / "alone", FOREVER_S)
+    assert stayed is not None
     assert shared is not None
     assert alone is not None
     assert shared["curve"] == alone["curve"][-1:]
-    assert alone["curve"] != first
+    assert [row[0] for row in alone["curve"]] == [row[0] for row in stayed["curve"]]
+    assert alone["curve"][-1] != stayed["curve"][-1]  # the change is one
 
 
 def test_an_adapter_is_tuned_over_the_run_of_its_seed(small: None, tmp_path: Path) -> None:
@@ -181,7 +184,7 @@ def result_of(gaps: dict[str, list[float]]) -> dict[str, Any]:
         for recipe, values in {"bf16": [0.0] * 4, **gaps}.items():
             curve = [[1000, base + 0.5], [2000, base * (1 + values[seed])]]
             run = Run("scratch", "1M", recipe, seed, 0.0)
-            runs[run.key] = {**asdict(run), "curve": curve}
+            runs[run.key] = {**asdict(run), "curve": curve, "held_out": curve[-1][1]}
     return {
         "evidence": runs,
         "settings": evidence_plan.SETTINGS,
@@ -205,7 +208,7 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
     on_stories = evidence_table.gaps(data, "scratch", "1M", "fp4", text=evidence_plan.TEXTS[0])
     assert on_stories == pytest.approx([0.02, 0.021, 0.019, 0.02])
     text = evidence_table.table(data)
-    assert "| from scratch | `fp4` | +2.000 (4) |" in text
+    assert "| from scratch | `fp4` | +2.000 (4), outside |" in text
     one = {key: run for key, run in data["evidence"].items() if key.endswith("seed 0")}
     alone = {row["recipe"]: row for row in evidence_table.rows({**data, "evidence": one})}["fp4"]
     assert math.isnan(alone["low"])
@@ -220,15 +223,25 @@ def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
     assert wanted["qnf4"]["spread x 1"] == 2
 
 
-def test_all_sizes_together_are_judged_by_the_spread_within_a_size() -> None:
+def test_all_sizes_together_are_judged_where_each_has_a_spread() -> None:
     data = result_of({"fp4": [0.004, 0.006, 0.005, 0.005]})
     larger = {key.replace(" 1M ", " 3M "): run for key, run in data["evidence"].items() if "seed 0" in key}
     rows = evidence_table.rows({**data, "evidence": data["evidence"] | larger})
     found = {row["size"]: row for row in rows}
     assert math.isnan(found["3M"]["low"])
     assert found[evidence_table.ALL]["mean"] == pytest.approx((0.005 + 0.004) / 2)
-    assert found[evidence_table.ALL]["spread"] == pytest.approx(found["1M"]["spread"])
-    assert found[evidence_table.ALL]["verdict"] == "inside"
+    assert found[evidence_table.ALL]["verdict"] == "undecided"  # one seed of a size has no spread
+
+
+def test_the_mean_of_sizes_is_no_better_than_the_worst_size() -> None:
+    data = result_of({"fp8-current": [0.0001, 0.0002, 0.0001, 0.0002]})
+    worse = result_of({"fp8-current": [0.004, 0.0041, 0.0042, 0.004]})["evidence"]
+    both = data["evidence"] | {key.replace(" 1M ", " 8M "): run for key, run in worse.items()}
+    rows = {row["size"]: row for row in evidence_table.rows({**data, "evidence": both})}
+    assert rows[evidence_table.ALL]["high"] < evidence_plan.GATES["fp8-current"]
+    verdicts = [rows[size]["verdict"] for size in ("1M", "8M", evidence_table.ALL)]
+    assert verdicts == ["inside", "outside", "outside"]
+    assert "(4), outside |" in evidence_table.table({**data, "evidence": both})
 
 
 def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
@@ -237,6 +250,16 @@ def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["fp8-current", "fp4"]
     lines = {line.get_label(): line.get_xydata() for line in evidence_picture.growth(data).axes[0].get_lines()}
     assert np.asarray(lines["fp4"]) == pytest.approx(np.array([[1.024, 0.0], [2.048, 2.0]]))
+    data["evidence"].pop("scratch 1M fp8-current seed 0")
+    for seed in range(4):
+        data["evidence"].pop(f"scratch 1M bf16 seed {seed}")
+    for draw in (evidence_picture.all_gaps, evidence_picture.growth):
+        with refused(ValueError):
+            draw(data)
+
+
+def test_pictures_carry_what_they_show(tmp_path: Path) -> None:
+    data = result_of({"fp4": [0.02, 0.021, 0.019, 0.02]})
     for name in ("evidence.png", "growth.png"):
         evidence.draw(data, tmp_path / name)
         assert evidence.digest(data).encode() in (tmp_path / name).read_bytes()
@@ -257,8 +280,11 @@ def test_some_runs_of_a_study_are_run_again_and_compared(small: None, in_threads
 
     file = tmp_path / "evidence.json"
     evidence.run(file, tmp_path / "runs", 10, 1, can_begin)
+    with refused(ValueError):  # whose checkpoints would be resumed at their end, and come out as they are
+        evidence_again.reproduce(file, tmp_path / "runs", 10, "fp8 seed 0", 1)
     found = evidence_again.reproduce(file, tmp_path / "again", 10, "fp8 seed 0", 1)
     assert [figure.name for figure in found.figures] == [f"{run.key}: held-out loss" for run in (wanted[0], tuned)]
+    assert "code" in str(found)
     assert found.holds
     assert found.is_exact
     both = evidence_again.reproduce(tmp_path, tmp_path / "again", 10, "scratch", 1)  # goes on
@@ -279,8 +305,9 @@ def test_some_runs_of_a_study_are_run_again_and_compared(small: None, in_threads
     [
         ({"settings": {}}, "", "other settings"),
         ({"evidence": None}, "", "no raw file"),
+        ({"evidence": [1]}, "", "no raw file"),
         ({}, "nothing", "nothing"),
-        ({}, "", "holds the study itself"),
+        ({}, "", "content already"),
     ],
 )
 def test_a_file_that_cannot_be_run_again_is_refused(
@@ -290,5 +317,55 @@ def test_a_file_that_cannot_be_run_again_is_refused(
     file = tmp_path / "evidence.json"
     file.write_text(json.dumps(data))
     with refused(ValueError) as refusal:
-        evidence_again.reproduce(file, tmp_path if "itself" in said else tmp_path / "again", 1, only)
+        evidence_again.reproduce(file, tmp_path if "content" in said else tmp_path / "again", 1, only)
     assert said in str(refusal.value)
+
+
+def test_runs_come_behind_those_below_and_beside_them() -> None:
+    keys = {"held_out": 1.0, "curve": []}
+    runs = [
+        Run("sweep", "1M", "bf16", 0, 1e-3),
+        Run("tuning", "1M", "qfp8", 0, 1e-3, 8e-3),
+        Run("tuning", "1M", "bf16+lora", 0, 1e-3, 8e-3),
+        Run("scratch", "1M", "bf16", 0, 8e-3),
+        Run("alone", "1M", "fp4 in mlp", 0, 8e-3),
+    ]
+    found = {run.key: {**asdict(run), **keys} for run in runs}
+    assert [run.recipe for run in evidence_again.chosen_runs(found, "qfp8")] == ["bf16", "bf16+lora", "qfp8"]
+    assert [run.recipe for run in evidence_again.chosen_runs(found, "alone")] == ["bf16", "fp4 in mlp"]
+    assert evidence_again.chosen_runs(found, "")[-1] == runs[0]
+    assert Run("scratch", "1M", SWITCHED, 0, 8e-3).first_part == Run("scratch", "1M", "fp4", 0, 8e-3)
+
+
+def test_the_mean_of_new_seeds_is_expected_where_it_comes_out() -> None:
+    draws, held = np.random.default_rng(0), 0
+    for _ in range(1000):
+        values = draws.standard_normal(6)
+        held += evidence_again.expected(values[:4].tolist(), 2).holds(values[4:].mean())
+    assert held / 1000 == pytest.approx(0.95, abs=0.02)
+    assert not evidence_again.expected([0.1, 0.11, 0.09, 0.1], 2).holds(0.2)
+    assert not evidence_again.expected([0.1], 2).known
+
+
+def test_a_study_is_reproduced_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = result_of({"fp4": [0.02, 0.021, 0.019, 0.02]})
+    (tmp_path / "evidence.json").write_text(json.dumps(data))
+    asked: list[tuple[Any, ...]] = []
+
+    def run(*arguments: Any) -> dict[str, Any]:
+        asked.append(arguments)
+        return data
+
+    monkeypatch.setattr(evidence, "run", run)
+    assert (
+        cli.main(["reproduce", str(tmp_path), "--minutes", "3", "--only", "fp4", "--run-dir", str(tmp_path / "again")])
+        == 0
+    )
+    assert asked[0][2] == 3.0
+    told = capsys.readouterr().out
+    assert "scratch 1M fp4: gap, %" in told
+    assert "Versions, machine, code and data are those of then." in told
+    assert cli.main(["reproduce", str(tmp_path / "nowhere"), "--only", "fp4"]) == 2
+    assert "choose from a study" in capsys.readouterr().err

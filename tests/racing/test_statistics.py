@@ -161,14 +161,28 @@ class TestPairedGaps:
         assert [gap.low, gap.high] == pytest.approx([low, high])
         assert gap.pairs == 8
 
-    def test_of_groups_with_different_means_the_interval_holds_the_mean_of_means(self):
+    @pytest.mark.parametrize("spreads", [(1, 1, 1), (3, 2, 1), (1, 2, 3)])
+    def test_of_groups_with_means_and_spreads_of_their_own_the_interval_holds_the_mean_of_means(self, spreads):
         draws, held = np.random.default_rng(2), 0
-        for _ in range(2000):
-            groups = [(mean + draws.standard_normal(n)).tolist() for mean, n in ((0.0, 6), (1.0, 3), (5.0, 2))]
+        for _ in range(1000):
+            groups = [
+                (mean + spread * draws.standard_normal(n)).tolist()
+                for mean, spread, n in zip((0.0, 1.0, 5.0), spreads, (6, 3, 3), strict=True)
+            ]
             gap = paired_gap(*groups)
             held += gap.low <= 2.0 <= gap.high
-        assert held / 2000 == pytest.approx(0.95, abs=0.015)
-        assert gap.pairs == 11
+        assert 0.94 <= held / 1000 <= 0.985
+        assert gap.pairs == 12
+
+    def test_of_two_groups_it_is_welchs_interval(self):
+        draws = np.random.default_rng(3)
+        one, other = draws.normal(0, 1, 9).tolist(), draws.normal(0.3, 1, 9).tolist()
+        gap = paired_gap(one, [-value for value in other])
+        theirs = stats.ttest_ind(one, other, equal_var=False)
+        assert gap.mean == pytest.approx((np.mean(one) - np.mean(other)) / 2)
+        low, high = theirs.confidence_interval()
+        assert [gap.low, gap.high] == pytest.approx([low / 2, high / 2], rel=0.02)  # whole degrees of freedom
+        assert gap.p == pytest.approx(theirs.pvalue, rel=0.05)
 
     def test_one_pair_has_no_interval_and_none_is_refused(self):
         gap = paired_gap([0.5])
