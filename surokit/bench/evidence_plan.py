@@ -222,6 +222,21 @@ def runs(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Run]:
             yield from _of_tasks(found, seed=place)
 
 
+class _Everything(dict[str, Any]):
+    """Everything is found: what `runs` yields then is the whole plan."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: str) -> dict[str, float]:
+        return {"held_out": 0.0}
+
+
+def planned() -> set[str]:
+    """Return the keys of all runs of the study."""
+    return {run.key for run in runs(_Everything())}
+
+
 def _of_tasks(found: Mapping[str, Mapping[str, Any]], seed: int) -> Iterator[Run]:
     for task, recipe in itertools.product(TASKS, ABLE):
         if task != RETAUGHT:

@@ -23,6 +23,7 @@ from surokit.bench.evidence_plan import (
     Run,
     baseline_of,
     loss_at,
+    planned,
 )
 from surokit.bench.result import markdown
 from surokit.bench.results_store import mixed
@@ -182,7 +183,10 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
     settings = {key: value for key, value in data["settings"].items() if isinstance(value, int | str)}
     words = "held-out loss against bf16, of adapters against bf16 with an adapter, %; in brackets how many seeds"
     made = markdown({**data, "benchmark": words, "settings": settings}, head, body)
-    return "\n\n".join([made, *mixed(data, data["evidence"].values())])
+    wanted = planned()
+    there = len(wanted & data["evidence"].keys())
+    left = [f"Not finished: {there} of {len(wanted)} runs are there."] * (there < len(wanted))
+    return "\n\n".join([made, *mixed(data, data["evidence"].values()), *left])
 
 
 def _mean(row: Mapping[str, Any]) -> str:

@@ -81,6 +81,7 @@ def test_the_sweep_of_a_size_comes_before_its_seeds_and_rates_are_chosen_by_it()
     assert order.index(("sweep", "3M", "bf16")) > order.index(
         ("scratch", "1M", "bf16")
     )  # the file says something early
+    assert evidence_plan.planned() == set(whole)
     seeds_of = [run.seed for run in evidence_plan.runs(whole) if (run.kind, run.recipe) == ("scratch", "quartet-ii")]
     assert seeds_of == list(range(evidence_plan.SEEDS_OF["quartet-ii"]))
 
@@ -208,6 +209,7 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
     on_stories = evidence_table.gaps(data, "scratch", "1M", "fp4", text=evidence_plan.TEXTS[0])
     assert on_stories == pytest.approx([0.02, 0.021, 0.019, 0.02])
     text = evidence_table.table(data)
+    assert f"Not finished: 16 of {len(evidence_plan.planned())} runs are there." in text
     assert "| from scratch | `fp4` | +2.000 (4), outside |" in text
     one = {key: run for key, run in data["evidence"].items() if key.endswith("seed 0")}
     alone = {row["recipe"]: row for row in evidence_table.rows({**data, "evidence": one})}["fp4"]
@@ -369,3 +371,14 @@ def test_a_study_is_reproduced_from_the_command_line(
     assert "Versions, machine, code and data are those of then." in told
     assert cli.main(["reproduce", str(tmp_path / "nowhere"), "--only", "fp4"]) == 2
     assert "choose from a study" in capsys.readouterr().err
+
+
+def test_the_table_of_a_finished_study_says_nothing_of_what_is_left() -> None:
+    runs: dict[str, dict[str, Any]] = {}
+    while left := [run for run in evidence_plan.runs(runs) if run.key not in runs]:
+        for run in left:
+            curve = [[run.steps, 3.0, 3.0, 0.5]]
+            runs[run.key] = {**asdict(run), "curve": curve, "held_out": 3.0}
+    text = evidence_table.table({**result_of({}), "evidence": runs})
+    assert "Not finished" not in text
+    assert text.count("| from scratch |") == len(evidence_plan.FROM_SCRATCH) - 1 + 3 * len(evidence_plan.ABLE)
