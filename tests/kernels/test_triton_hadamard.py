@@ -11,6 +11,8 @@ from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
+KEY = torch.tensor([12345, -678], dtype=torch.int32)
+
 LAUNCHES: Launches = {
     "16": (ANY, lambda: hadamard.rotate(matrix(), 16)),
     "16, of a transpose": (ANY, lambda: hadamard.rotate(matrix().t(), 16)),
@@ -21,7 +23,6 @@ LAUNCHES: Launches = {
     "drawn, back": (ANY, lambda: hadamard.rotate_drawn(matrix().t(), 16, KEY, back=True)),
 }
 
-KEY = torch.tensor([12345, -678], dtype=torch.int32)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
