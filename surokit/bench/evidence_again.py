@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import evidence
-from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, baseline_of
+from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, at_its_rate, baseline_of
 from surokit.bench.evidence_table import gaps
 from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
 from surokit.statistics import Interval, paired_gap, student_t
@@ -74,11 +74,13 @@ def _is_again(file: Path) -> bool:
 
 
 def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
-    """Return the runs whose names contain `only`, each behind the run below it and the one it is compared with; sweeps last."""
-    named = sorted((_run_of(found[key]) for key in found if only in key), key=lambda run: run.kind == "sweep")
+    """Return the runs whose names contain `only`, each behind the run below it and the one it is compared with."""
     chosen: dict[Run, None] = {}
-    for run in named:
-        baseline = _run_of(found[run.baseline.key]) if run.baseline.key in found else None
+    for run in (_run_of(found[key]) for key in found if only in key):
+        beside = at_its_rate(
+            found, "scratch" if run.kind == "alone" else run.kind, run.size, baseline_of(run.recipe), run.seed
+        )
+        baseline = _run_of(found[beside.key]) if beside and beside.key in found else None
         chosen |= dict.fromkeys(each for each in (run.base, baseline, run) if each)
     return list(chosen)
 

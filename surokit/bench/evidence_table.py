@@ -21,6 +21,7 @@ from surokit.bench.evidence_plan import (
     TASK_SEEDS,
     TASKS,
     Run,
+    at_its_rate,
     baseline_of,
     loss_at,
     planned,
@@ -47,9 +48,13 @@ def gaps(
 
 def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, Any]]:
     """Return a recipe's run and its baseline's, of a size or a task, for every seed that has both."""
-    runs = (Run(kind, of, recipe, seed, 0.0) for seed in range(max(*SEEDS.values(), TASK_SEEDS)))
-    found = data["evidence"]
-    return [(found[run.key], found[run.baseline.key]) for run in runs if {run.key, run.baseline.key} <= found.keys()]
+    found, pairs = data["evidence"], []
+    for seed in range(max(*SEEDS.values(), TASK_SEEDS)):
+        own = at_its_rate(found, kind, of, recipe, seed)
+        base = at_its_rate(found, "scratch" if kind == "alone" else kind, of, baseline_of(recipe), seed)
+        if own and base and {own.key, base.key} <= found.keys():
+            pairs.append((found[own.key], found[base.key]))
+    return pairs
 
 
 def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
@@ -183,7 +188,7 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
     settings = {key: value for key, value in data["settings"].items() if isinstance(value, int | str)}
     words = "held-out loss against bf16, of adapters against bf16 with an adapter, %; in brackets how many seeds"
     made = markdown({**data, "benchmark": words, "settings": settings}, head, body)
-    wanted = planned()
+    wanted = planned(data["evidence"])
     there = len(wanted & data["evidence"].keys())
     left = [f"Not finished: {there} of {len(wanted)} runs are there."] * (there < len(wanted))
     return "\n\n".join([made, *mixed(data, data["evidence"].values()), *left])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -30,6 +29,7 @@ FOREVER_S = 1e12
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study of tiny runs on numbers."""
     monkeypatch.setattr(evidence_plan, "SIZES", {"1M": TINY})
+    monkeypatch.setattr(evidence_plan, "RATES", {"1M": (3e-3,)})
     monkeypatch.setattr(evidence_plan, "STEPS", 16)
     monkeypatch.setattr(evidence_plan, "TUNING_STEPS", 4)
     monkeypatch.setattr(evidence, "WARMUP", 2)
@@ -53,19 +53,21 @@ def texts_of(run: Run) -> tuple[Any, list[Any]]:
 
 
 def found_for(runs: list[Run], loss: float = 3.0) -> dict[str, dict[str, Any]]:
-    return {run.key: {"held_out": loss + run.lr, "curve": [[8, loss + run.lr]]} for run in runs}
+    return {run.key: {"kind": run.kind, "held_out": loss + run.lr, "curve": [[8, loss + run.lr]]} for run in runs}
 
 
-def test_the_sweep_of_a_size_comes_before_its_seeds_and_rates_are_chosen_by_it() -> None:
+def test_rates_are_tried_before_the_seeds_of_a_size_and_chosen_by_what_came_out() -> None:
     first = list(evidence_plan.runs({}))
-    assert {run.kind for run in first} == {"sweep", "task"}
+    assert {run.kind for run in first} == {"scratch", "task"}
+    assert {run.recipe for run in first if run.kind == "scratch"} == set(evidence_plan.SWEPT)
     assert len({run.key for run in first}) == len(first)
-    found = found_for([run for run in first if run.kind == "sweep"])
+    found = found_for([run for run in first if run.kind == "scratch"])
     then = [run for run in evidence_plan.runs(found) if run.key not in found]
-    assert {run.kind for run in then} == {"scratch", "alone", "task"}  # nothing is tuned before its base is there
-    of_texts = [run for run in then if run.kind != "task"]
+    assert {run.kind for run in then} == {"scratch", "alone", "task", "tuning"}
+    of_texts = [run for run in then if run.kind in ("scratch", "alone")]
     assert all(run.lr == min(evidence_plan.RATES[run.size]) for run in of_texts)
-    assert SWITCHED not in [run.recipe for run in of_texts]  # it goes on from fp4
+    assert {run.seed for run in of_texts if run.recipe == SWITCHED} == {0}  # it goes on from fp4
+    assert {run.seed for run in then if run.kind == "tuning"} == {0}  # nothing is tuned before its base is there
     found |= found_for(then)
     rest = [run for run in evidence_plan.runs(found) if run.key not in found]
     assert {run.recipe for run in rest} == {SWITCHED, *evidence_plan.FROZEN}
@@ -78,27 +80,33 @@ def test_the_sweep_of_a_size_comes_before_its_seeds_and_rates_are_chosen_by_it()
     }
     assert seeds == {size: set(range(count)) for size, count in evidence_plan.SEEDS.items()}
     order = [(run.kind, run.size, run.recipe) for run in evidence_plan.runs(whole)]
-    assert order.index(("sweep", "3M", "bf16")) > order.index(
-        ("scratch", "1M", "bf16")
+    assert order.index(("scratch", "3M", "bf16")) > order.index(
+        ("tuning", "1M", "qfp8")
     )  # the file says something early
-    assert evidence_plan.planned() == set(whole)
+    assert evidence_plan.planned(whole) == set(whole)
     seeds_of = [run.seed for run in evidence_plan.runs(whole) if (run.kind, run.recipe) == ("scratch", "quartet-ii")]
     assert seeds_of == list(range(evidence_plan.SEEDS_OF["quartet-ii"]))
 
 
-def test_a_recipe_that_was_not_swept_at_a_size_takes_the_rate_of_bf16() -> None:
-    found = found_for([run for run in evidence_plan.sweep("8M") if run.recipe == "bf16"])
-    assert evidence_plan.best_rate(found, "8M", "fp8-current") == min(evidence_plan.RATES["8M"])
-    assert evidence_plan.best_rate(found, "8M", "fp4") is None  # its own sweep is not over
-
-
-def test_the_best_rate_is_that_of_the_lowest_loss() -> None:
-    tried = [run for run in evidence_plan.sweep("1M") if run.recipe == "fp4"]
+def test_the_best_rate_is_that_of_the_lowest_loss_of_bf16_or_of_fp4() -> None:
+    tried = evidence_plan.sweep("1M", ["fp4"])
     found = found_for(tried)
     found[tried[1].key]["held_out"] = 2.0
-    assert evidence_plan.best_rate(found, "1M", "fp4") == tried[1].lr
+    for recipe in ("fp4", SWITCHED, "quartet-ii", "fp4 in mlp"):
+        assert evidence_plan.best_rate(found, "1M", recipe) == tried[1].lr
+    assert evidence_plan.best_rate(found, "1M", "fp8-current") is None  # bf16's are not over
+    found |= found_for(evidence_plan.sweep("1M", ["bf16"]))
+    assert evidence_plan.best_rate(found, "1M", "fp8-current") == min(evidence_plan.RATES["1M"])
     del found[tried[0].key]
     assert evidence_plan.best_rate(found, "1M", "fp4") is None
+
+
+def test_texts_weigh_as_much_as_they_are_trained_on() -> None:
+    run = {"kind": "scratch", "curve": [[8, 1.0, 4.0]]}
+    assert evidence_plan.loss_at(run) == pytest.approx(0.82 * 1.0 + 0.18 * 4.0)
+    assert evidence_plan.loss_at(run, text="Moby-Dick") == 4.0
+    assert evidence_plan.loss_at({"kind": "task", "curve": [[8, 1.0, 0.5]]}) == 1.0
+    assert sum(evidence_plan.SHARES.values()) == 1
 
 
 @pytest.mark.parametrize("name", [*evidence_plan.FROM_SCRATCH, *evidence_plan.FROZEN, *evidence_plan.ALONE])
@@ -121,7 +129,7 @@ def test_a_run_goes_on_where_a_call_ended(small: None, tmp_path: Path) -> None:
     whole = evidence.train(run, tmp_path / "whole", FOREVER_S)
     assert whole is not None
     assert [row[0] for row in whole["curve"]] == [4, 8, 12, 16]
-    assert whole["held_out"] == statistics.mean(whole["curve"][-1][1:])
+    assert whole["held_out"] == evidence_plan.loss_at(whole)
     calls = (evidence.train(run, tmp_path / "parts", 0.0) for _ in itertools.count())
     ended = [found for found in itertools.islice(calls, 20) if found is not None]
     assert ended[0]["curve"] == whole["curve"]
@@ -179,18 +187,39 @@ def test_the_table_of_tasks_tells_accuracies_and_steps() -> None:
 
 
 def result_of(gaps: dict[str, list[float]]) -> dict[str, Any]:
+    """A raw file of four seeds of 1M, at the first rate; the others that were tried came out worse."""
     runs = {}
+    lr, *others = evidence_plan.RATES["1M"]
     for seed in range(4):
         base = 3.0 + 0.1 * seed
-        for recipe, values in {"bf16": [0.0] * 4, **gaps}.items():
-            curve = [[1000, base + 0.5], [2000, base * (1 + values[seed])]]
-            run = Run("scratch", "1M", recipe, seed, 0.0)
-            runs[run.key] = {**asdict(run), "curve": curve, "held_out": curve[-1][1]}
+        for recipe, values in {"bf16": [0.0] * 4, "fp4": [0.0] * 4, **gaps}.items():
+            loss = base * (1 + values[seed])
+            run = Run("scratch", "1M", recipe, seed, lr)
+            curve = [[1000, base + 0.5, base + 0.5], [2000, loss, loss]]
+            runs[run.key] = {**asdict(run), "curve": curve, "held_out": loss}
+    for recipe in evidence_plan.SWEPT:
+        for rate in others:
+            run = Run("scratch", "1M", recipe, 0, rate)
+            runs[run.key] = {**asdict(run), "curve": [[1000, 9.5, 9.5], [2000, 9.0, 9.0]], "held_out": 9.0}
     return {
         "evidence": runs,
         "settings": evidence_plan.SETTINGS,
         "environment": {"device": "cuda", "torch": "2", "date": "now"},
     }
+
+
+def at_size(data: dict[str, Any], size: str) -> dict[str, Any]:
+    """The same runs as those of another size."""
+    rate = f"lr {evidence_plan.RATES['1M'][0]:g}"
+    mine = {key: run for key, run in data["evidence"].items() if key.endswith(rate)}
+    runs = {}
+    for lr in evidence_plan.RATES[size]:
+        for run in mine.values():
+            if lr == evidence_plan.RATES[size][0] or run["seed"] == 0:
+                moved = Run("scratch", size, run["recipe"], run["seed"], lr)
+                worse = 0.0 if lr == evidence_plan.RATES[size][0] else 1.0
+                runs[moved.key] = {**run, **asdict(moved), "held_out": run["held_out"] + worse}
+    return runs
 
 
 def test_the_table_judges_paired_gaps_by_their_gates() -> None:
@@ -209,9 +238,9 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
     on_stories = evidence_table.gaps(data, "scratch", "1M", "fp4", text=evidence_plan.TEXTS[0])
     assert on_stories == pytest.approx([0.02, 0.021, 0.019, 0.02])
     text = evidence_table.table(data)
-    assert f"Not finished: 16 of {len(evidence_plan.planned())} runs are there." in text
+    assert f"Not finished: 20 of {len(evidence_plan.planned(data['evidence']))} runs are there." in text
     assert "| from scratch | `fp4` | +2.000 (4), outside |" in text
-    one = {key: run for key, run in data["evidence"].items() if key.endswith("seed 0")}
+    one = {key: run for key, run in data["evidence"].items() if "seed 0" in key}
     alone = {row["recipe"]: row for row in evidence_table.rows({**data, "evidence": one})}["fp4"]
     assert math.isnan(alone["low"])
     assert alone["verdict"] == "undecided"
@@ -227,7 +256,7 @@ def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
 
 def test_all_sizes_together_are_judged_where_each_has_a_spread() -> None:
     data = result_of({"fp4": [0.004, 0.006, 0.005, 0.005]})
-    larger = {key.replace(" 1M ", " 3M "): run for key, run in data["evidence"].items() if "seed 0" in key}
+    larger = {key: run for key, run in at_size(data, "3M").items() if "seed 0" in key}
     rows = evidence_table.rows({**data, "evidence": data["evidence"] | larger})
     found = {row["size"]: row for row in rows}
     assert math.isnan(found["3M"]["low"])
@@ -237,9 +266,10 @@ def test_all_sizes_together_are_judged_where_each_has_a_spread() -> None:
 
 def test_the_mean_of_sizes_is_no_better_than_the_worst_size() -> None:
     data = result_of({"fp8-current": [0.0001, 0.0002, 0.0001, 0.0002]})
-    worse = result_of({"fp8-current": [0.004, 0.0041, 0.0042, 0.004]})["evidence"]
-    both = data["evidence"] | {key.replace(" 1M ", " 8M "): run for key, run in worse.items()}
-    rows = {row["size"]: row for row in evidence_table.rows({**data, "evidence": both})}
+    worse = result_of({"fp8-current": [0.004, 0.0041, 0.0042, 0.004]})
+    both = data["evidence"] | at_size(worse, "8M")
+    found = evidence_table.rows({**data, "evidence": both})
+    rows = {row["size"]: row for row in found if row["recipe"] == "fp8-current"}
     assert rows[evidence_table.ALL]["high"] < evidence_plan.GATES["fp8-current"]
     verdicts = [rows[size]["verdict"] for size in ("1M", "8M", evidence_table.ALL)]
     assert verdicts == ["inside", "outside", "outside"]
@@ -252,9 +282,7 @@ def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["fp8-current", "fp4"]
     lines = {line.get_label(): line.get_xydata() for line in evidence_picture.growth(data).axes[0].get_lines()}
     assert np.asarray(lines["fp4"]) == pytest.approx(np.array([[1.024, 0.0], [2.048, 2.0]]))
-    data["evidence"].pop("scratch 1M fp8-current seed 0")
-    for seed in range(4):
-        data["evidence"].pop(f"scratch 1M bf16 seed {seed}")
+    data["evidence"].pop("scratch 1M bf16 seed 0 lr 0.001")  # one of the rates that were to be tried
     for draw in (evidence_picture.all_gaps, evidence_picture.growth):
         with refused(ValueError):
             draw(data)
@@ -323,10 +351,10 @@ def test_a_file_that_cannot_be_run_again_is_refused(
     assert said in str(refusal.value)
 
 
-def test_runs_come_behind_those_below_and_beside_them() -> None:
+def test_runs_come_behind_those_below_and_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_plan, "RATES", {"1M": (8e-3,)})
     keys = {"held_out": 1.0, "curve": []}
     runs = [
-        Run("sweep", "1M", "bf16", 0, 1e-3),
         Run("tuning", "1M", "qfp8", 0, 1e-3, 8e-3),
         Run("tuning", "1M", "bf16+lora", 0, 1e-3, 8e-3),
         Run("scratch", "1M", "bf16", 0, 8e-3),
@@ -335,7 +363,6 @@ def test_runs_come_behind_those_below_and_beside_them() -> None:
     found = {run.key: {**asdict(run), **keys} for run in runs}
     assert [run.recipe for run in evidence_again.chosen_runs(found, "qfp8")] == ["bf16", "bf16+lora", "qfp8"]
     assert [run.recipe for run in evidence_again.chosen_runs(found, "alone")] == ["bf16", "fp4 in mlp"]
-    assert evidence_again.chosen_runs(found, "")[-1] == runs[0]
     assert Run("scratch", "1M", SWITCHED, 0, 8e-3).first_part == Run("scratch", "1M", "fp4", 0, 8e-3)
 
 
@@ -377,7 +404,8 @@ def test_the_table_of_a_finished_study_says_nothing_of_what_is_left() -> None:
     runs: dict[str, dict[str, Any]] = {}
     while left := [run for run in evidence_plan.runs(runs) if run.key not in runs]:
         for run in left:
-            curve = [[run.steps, 3.0, 3.0, 0.5]]
+            measured = {"tuning": [3.0], "task": [3.0, 0.5], "retaught": [3.0, 0.5]}.get(run.kind, [3.0, 3.0])
+            curve = [[run.steps, *measured]]
             runs[run.key] = {**asdict(run), "curve": curve, "held_out": 3.0}
     text = evidence_table.table({**result_of({}), "evidence": runs})
     assert "Not finished" not in text
