@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from surokit.bench import evidence_picture, evidence_table
 from surokit.bench.evidence_plan import (
     BATCH,
+    CONTROL,
     LENGTH,
     OF_TASKS,
     SETTINGS,
@@ -55,6 +56,7 @@ CHUNK = 50  # steps between two checkpoints
 GENERATED = 6_000_000  # characters of generated text that a run has, of which it reads less than one pass
 HELD_OUT = 24  # batches of each kind of text
 LAST_CHAPTERS = 8  # of Moby-Dick, which no run trains on
+TWIN = 1000  # between the draws of a run and of its twin
 PROBLEMS = 512  # that a model is graded on
 
 
@@ -141,6 +143,7 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
         return sk.Session.resume(where, data=data, keep=1)
     torch.manual_seed(run.seed)
     task, size = task_of(run.size) if run.kind in OF_TASKS else None, run.shape
+    draws = run.seed + (TWIN if run.recipe == CONTROL else 0)
     config = sk.DecoderConfig(
         layers=size.layers,
         width=size.width,
@@ -158,7 +161,7 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
         model,
         data,
         recipe=recipe_of(run.recipe),
-        optimizer=sk.AdamW(lr=run.lr, state_dtype=torch.float32, rounding="stochastic", seed=run.seed),
+        optimizer=sk.AdamW(lr=run.lr, state_dtype=torch.float32, rounding="stochastic", seed=draws),
         schedule=sk.Cosine(warmup=WARMUP, steps=run.steps),
         seed=run.seed,
         save_every=run.steps,

@@ -16,7 +16,14 @@ from surokit.statistics import Interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#5f6670")  # of recipes, told apart without red and green
+_COLORS = (
+    "#c3c8ce",
+    "#0072B2",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#5f6670",
+)  # of recipes, told apart without red and green
 
 
 def digest(data: Mapping[str, Any]) -> str:

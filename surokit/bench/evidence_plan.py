@@ -48,14 +48,16 @@ SIZES = {
 OF_A_TASK = Size("task", 2, 64, 4, 176)
 OF_TASKS = ("task", "retaught")
 #: How many seeds each size has, which ten hours on two cores allow; `plan` says what they decide.
-SEEDS = {"1M": 5, "3M": 3, "8M": 2}
+SEEDS = {"1M": 12, "3M": 4, "8M": 2}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
-FROM_SCRATCH = ("bf16", "fp8-current", "mxfp8", "fp4", SWITCHED, "quartet-ii")
+#: bf16 once more, with other draws of stochastic rounding: what a gap of nothing looks like.
+CONTROL = "bf16 again"
+FROM_SCRATCH = ("bf16", CONTROL, "fp8-current", "mxfp8", "fp4", SWITCHED, "quartet-ii")
 #: Frozen weights, under an adapter of rank 16, "loftq" where it begins with the quantization error; against bf16 with an adapter.
 FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4", "qfp8 loftq", "qfp4 loftq", "qnf4 loftq")
 #: Recipes that are not trained at every size, and those with fewer seeds: what they would take is most of the study's hours.
-ONLY_AT = {"quartet-ii": ("1M",), "mxfp8": ("1M", "3M"), **dict.fromkeys(FROZEN[-3:], ("1M", "3M"))}
-SEEDS_OF = {"quartet-ii": 3}
+ONLY_AT = {CONTROL: ("1M",), "quartet-ii": ("1M",), "mxfp8": ("1M", "3M"), **dict.fromkeys(FROZEN[-3:], ("1M", "3M"))}
+SEEDS_OF = {"quartet-ii": 3, **dict.fromkeys(("fp4", SWITCHED, *FROZEN), 6)}
 #: Where the gap of fp4 comes from: one product at a time, all products of one kind of layer, and no last blocks in bf16.
 ALONE = (
     "fp4(grad_input=bf16, grad_weight=bf16)",
@@ -167,28 +169,31 @@ class Run:
         return hashlib.blake2b(f"{self}".encode(), digest_size=8).hexdigest()
 
 
-def plan(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
+def plan(earlier: Mapping[str, Any], pilot: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return with how many seeds each gate can be decided in four of five studies, and in which share of studies it is with the
     seeds of 1M, by gaps and spreads of an earlier study.
 
-    earlier: recipes.json; a size twice as large is taken to have the same spread, which is what the first seeds will show.
+    earlier: recipes.json. pilot: evidence-pilot.json, runs of 1M that differ in nothing but the draws of stochastic rounding, from
+    which the spread of a gap from scratch follows: that of two such runs.
     """
     rows = []
+    losses = [loss_at({"kind": "scratch", **run}) for run in pilot["runs"] if run["lr"] in RATES["1M"]]
+    drawn = math.sqrt(2) * statistics.stdev(losses) / statistics.mean(losses)
     for name, gate in GATES.items():
         known = "fp4" if name in (SWITCHED, "quartet-ii") else name.removesuffix(" loftq")
         base = "bf16-lora" if known.startswith("q") else "bf16"
         gaps = [run[known] / run[base] - 1 for run in earlier["runs"]]
-        gap, spread = statistics.mean(gaps), statistics.stdev(gaps)
+        gap, spread = statistics.mean(gaps), drawn if base == "bf16" else statistics.stdev(gaps)
         gap = gap / 3 if name == SWITCHED else gap  # NVIDIA's 1.5 % became 0.5 %
         spreads = {f"spread x {factor:g}": factor * spread for factor in (1.0, 0.5)}
         seeds = {name: count_for_gate(gate, gap, each) for name, each in spreads.items()}
-        count = SEEDS_OF.get(name, SEEDS["1M"])
+        count = seeds_of(name, "1M")
         power = {name: power_of_gate(gate, gap, each, count) for name, each in spreads.items()}
         rows.append({"recipe": name, "gate": gate, "gap": gap, "spread": spread, "seeds": seeds, "power at 1M": power})
     return rows
 
 
-def write_plan(earlier: Path, out: Path) -> dict[str, Any]:
+def write_plan(earlier: Path, pilot: Path, out: Path) -> dict[str, Any]:
     """Write down what is going to be run and with which gates, before it runs."""
     data = {
         "plan": "evidence",
@@ -200,7 +205,7 @@ def write_plan(earlier: Path, out: Path) -> dict[str, Any]:
         "gates": GATES,
         "learning rates tried": RATES,
         "tried with": SWEPT,
-        "wanted": plan(json.loads(earlier.read_text(encoding="utf-8"))),
+        "wanted": plan(*(json.loads(path.read_text(encoding="utf-8")) for path in (earlier, pilot))),
     }
     result.write(data, out)
     return data
@@ -270,9 +275,11 @@ def at_its_rate(found: Mapping[str, Mapping[str, Any]], kind: str, of: str, reci
 
 def trained_at(size: str, recipes: Iterable[str], seed: int = 0) -> list[str]:
     """Return those of the recipes that are trained at a size with a seed."""
-    return [
-        recipe for recipe in recipes if size in ONLY_AT.get(recipe, SIZES) and seed < SEEDS_OF.get(recipe, SEEDS[size])
-    ]
+    return [recipe for recipe in recipes if size in ONLY_AT.get(recipe, SIZES) and seed < seeds_of(recipe, size)]
+
+
+def seeds_of(recipe: str, size: str) -> int:
+    return min(SEEDS[size], SEEDS_OF.get(recipe, SEEDS[size]))
 
 
 def best_rate(found: Mapping[str, Mapping[str, Any]], size: str, recipe: str) -> float | None:
@@ -288,6 +295,8 @@ def recipe_of(name: str) -> Any:
     """Return a recipe of the study; "in attention" and "in mlp" quantize one kind of layer."""
     from surokit.recipe import BF16, PROJECTIONS, find_recipe
 
+    if name == CONTROL:
+        return BF16
     if name == "bf16+lora":
         return BF16.lora()
     if name.endswith(" loftq"):

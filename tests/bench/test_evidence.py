@@ -18,6 +18,7 @@ import surokit as sk
 from surokit import cli
 from surokit.bench import evidence, evidence_again, evidence_picture, evidence_plan, evidence_table
 from surokit.bench.evidence_plan import SWITCHED, Run
+from surokit.bench.result import MEASUREMENTS
 from tests.refusals import refused
 from tests.train.toys import make_batches
 
@@ -84,8 +85,13 @@ def test_rates_are_tried_before_the_seeds_of_a_size_and_chosen_by_what_came_out(
         ("tuning", "1M", "qfp8")
     )  # the file says something early
     assert evidence_plan.planned(whole) == set(whole)
-    seeds_of = [run.seed for run in evidence_plan.runs(whole) if (run.kind, run.recipe) == ("scratch", "quartet-ii")]
-    assert seeds_of == list(range(evidence_plan.SEEDS_OF["quartet-ii"]))
+    for recipe, size, count in (("quartet-ii", "1M", 3), ("fp4", "1M", 6), ("mxfp8", "1M", 12), ("fp4", "3M", 4)):
+        of = {
+            run.seed
+            for run in evidence_plan.runs(whole)
+            if (run.kind, run.size, run.recipe) == ("scratch", size, recipe)
+        }
+        assert of == set(range(count))
 
 
 def test_the_best_rate_is_that_of_the_lowest_loss_of_bf16_or_of_fp4() -> None:
@@ -149,6 +155,18 @@ def test_the_recipe_that_changes_goes_on_from_its_first_part(small: None, tmp_pa
     assert shared["curve"] == alone["curve"][-1:]
     assert [row[0] for row in alone["curve"]] == [row[0] for row in stayed["curve"]]
     assert alone["curve"][-1] != stayed["curve"][-1]  # the change is one
+
+
+def test_the_control_differs_in_its_draws_alone(small: None, tmp_path: Path) -> None:
+    one, again = (
+        evidence.train(Run("scratch", "1M", recipe, 0, 3e-3), tmp_path, FOREVER_S)
+        for recipe in ("bf16", evidence_plan.CONTROL)
+    )
+    assert one is not None
+    assert again is not None
+    assert one["data"] == again["data"]
+    assert one["curve"] != again["curve"]
+    assert again["held_out"] == pytest.approx(one["held_out"], rel=0.02)
 
 
 def test_an_adapter_is_tuned_over_the_run_of_its_seed(small: None, tmp_path: Path) -> None:
@@ -247,10 +265,11 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
 
 
 def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
-    earlier = Path(__file__).parents[2] / "docs" / "measurements" / "recipes.json"
-    data = evidence_plan.write_plan(earlier, tmp_path / "plan.json")
+    earlier, pilot = MEASUREMENTS / "recipes.json", MEASUREMENTS / "evidence-pilot.json"
+    data = evidence_plan.write_plan(earlier, pilot, tmp_path / "plan.json")
     wanted = {row["recipe"]: row["seeds"] for row in data["wanted"]}
     assert wanted["fp8-current"]["spread x 0.5"] < wanted["fp8-current"]["spread x 1"]
+    assert wanted["fp4"]["spread x 1"] <= evidence_plan.SEEDS_OF["fp4"]
     assert wanted["qnf4"]["spread x 1"] == 2
 
 
