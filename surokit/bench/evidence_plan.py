@@ -1,9 +1,9 @@
 """Plan the study of what each recipe costs: which runs it has, with how many seeds, and by which gates it is judged.
 
-The study is planned before it runs: `plan` takes the spread between seeds of the study before (recipes.json) and says with how many
-seeds a gate can be decided, and how often it is with `SEEDS`. bf16 and fp4 are trained at several learning rates with the first
-seed of a size, for all of its steps: short runs would choose rates that are too high. Recipes of 8 bits take what was best for
-bf16, those of 4 bits what was best for fp4.
+The study is planned before it runs: `plan` takes the spread of a pilot (from scratch: runs that differ in nothing but the draws of
+rounding) and of the study before (adapters), and says with how many seeds a gate can be decided, and how often it is with `SEEDS`.
+bf16 and fp4 are trained at several learning rates with the first seed of a size, for all of its steps: short runs would choose
+rates that are too high. Recipes of 8 bits take what was best for bf16, those of 4 bits what was best for fp4.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SIZES = {
 }
 OF_A_TASK = Size("task", 2, 64, 4, 176)
 OF_TASKS = ("task", "retaught")
-#: How many seeds each size has, which ten hours on two cores allow; `plan` says what they decide.
-SEEDS = {"1M": 12, "3M": 4, "8M": 2}
+#: How many seeds each size has, which twelve hours on two cores allow; `plan` says what they decide.
+SEEDS = {"1M": 12, "3M": 4, "8M": 3}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
 #: bf16 once more, with other draws of stochastic rounding: what a gap of nothing looks like.
 CONTROL = "bf16 again"
