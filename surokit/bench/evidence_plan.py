@@ -57,7 +57,7 @@ FROM_SCRATCH = ("bf16", CONTROL, "fp8-current", "mxfp8", "fp4", SWITCHED, "quart
 FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4", "qfp8 loftq", "qfp4 loftq", "qnf4 loftq")
 #: Recipes that are not trained at every size, and those with fewer seeds: what they would take is most of the study's hours.
 ONLY_AT = {CONTROL: ("1M",), "quartet-ii": ("1M",), "mxfp8": ("1M", "3M"), **dict.fromkeys(FROZEN[-3:], ("1M", "3M"))}
-SEEDS_OF = {"quartet-ii": 3, **dict.fromkeys(("fp4", SWITCHED, *FROZEN), 6)}
+SEEDS_OF = {"quartet-ii": 3, "fp4": 8, SWITCHED: 8, **dict.fromkeys(FROZEN, 6)}
 #: Where the gap of fp4 comes from: one product at a time, all products of one kind of layer, and no last blocks in bf16.
 ALONE = (
     "fp4(grad_input=bf16, grad_weight=bf16)",
@@ -83,7 +83,7 @@ GATES = {
     "qfp4 loftq": 0.01,
     "qnf4 loftq": 0.01,
 }
-RATES = {"1M": (1e-3, 2e-3, 4e-3), "3M": (1e-3, 2e-3), "8M": (7e-4, 1.5e-3)}
+RATES = {"1M": (2e-3, 4e-3, 8e-3), "3M": (1.5e-3, 3e-3), "8M": (1e-3, 2e-3)}
 SWEPT = ("bf16", "fp4")
 TUNING_RATE = 1e-3
 #: Tasks by name; a small model learns each from scratch, and a task of its kind after it with an adapter over frozen weights.
@@ -177,8 +177,11 @@ def plan(earlier: Mapping[str, Any], pilot: Mapping[str, Any]) -> list[dict[str,
     which the spread of a gap from scratch follows: that of two such runs.
     """
     rows = []
-    losses = [loss_at({"kind": "scratch", **run}) for run in pilot["runs"] if run["lr"] in RATES["1M"]]
-    drawn = math.sqrt(2) * statistics.stdev(losses) / statistics.mean(losses)
+    alike: dict[tuple[float, float], list[float]] = {}
+    for run in pilot["runs"]:
+        alike.setdefault((run["lr"], run["floor"]), []).append(loss_at({"kind": "scratch", **run}))
+    off = [loss / statistics.mean(losses) - 1 for losses in alike.values() for loss in losses]
+    drawn = math.sqrt(2 * sum(each**2 for each in off) / (len(off) - len(alike)))
     for name, gate in GATES.items():
         known = "fp4" if name in (SWITCHED, "quartet-ii") else name.removesuffix(" loftq")
         base = "bf16-lora" if known.startswith("q") else "bf16"

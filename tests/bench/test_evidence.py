@@ -85,7 +85,7 @@ def test_rates_are_tried_before_the_seeds_of_a_size_and_chosen_by_what_came_out(
         ("tuning", "1M", "qfp8")
     )  # the file says something early
     assert evidence_plan.planned(whole) == set(whole)
-    for recipe, size, count in (("quartet-ii", "1M", 3), ("fp4", "1M", 6), ("mxfp8", "1M", 12), ("fp4", "3M", 4)):
+    for recipe, size, count in (("quartet-ii", "1M", 3), ("fp4", "1M", 8), ("mxfp8", "1M", 12), ("fp4", "3M", 4)):
         of = {
             run.seed
             for run in evidence_plan.runs(whole)
@@ -301,7 +301,7 @@ def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["fp8-current", "fp4"]
     lines = {line.get_label(): line.get_xydata() for line in evidence_picture.growth(data).axes[0].get_lines()}
     assert np.asarray(lines["fp4"]) == pytest.approx(np.array([[1.024, 0.0], [2.048, 2.0]]))
-    data["evidence"].pop("scratch 1M bf16 seed 0 lr 0.001")  # one of the rates that were to be tried
+    data["evidence"].pop("scratch 1M bf16 seed 0 lr 0.002")  # one of the rates that were to be tried
     for draw in (evidence_picture.all_gaps, evidence_picture.growth):
         with refused(ValueError):
             draw(data)
