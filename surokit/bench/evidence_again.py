@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import evidence
-from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, at_its_rate, baseline_of
+from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, baseline_of, baseline_run
 from surokit.bench.evidence_table import gaps
 from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
 from surokit.statistics import Interval, paired_gap, student_t
@@ -42,8 +42,7 @@ def reproduce(path: Path, folder: Path, minutes: float, only: str = "", workers:
     folder.mkdir(parents=True, exist_ok=True)
 
     def can_begin(done: Mapping[str, Any]) -> Iterable[Run]:
-        waits_for = {run: [each for each in (run.base, run.first_part) if each in chosen] for run in chosen}
-        return [run for run in chosen if all(each.key in done for each in waits_for[run])]
+        return [run for run in chosen if all(each.key in done for each in (run.base, run.first_part) if each in chosen)]
 
     now = evidence.run(folder / FILE, folder, minutes, workers, can_begin, AGAIN)
     if not now["evidence"]:
@@ -77,9 +76,7 @@ def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
     """Return the runs whose names contain `only`, each behind the run below it and the one it is compared with."""
     chosen: dict[Run, None] = {}
     for run in (_run_of(found[key]) for key in found if only in key):
-        beside = at_its_rate(
-            found, "scratch" if run.kind == "alone" else run.kind, run.size, baseline_of(run.recipe), run.seed
-        )
+        beside = baseline_run(found, run.kind, run.size, run.recipe, run.seed)
         baseline = _run_of(found[beside.key]) if beside and beside.key in found else None
         chosen |= dict.fromkeys(each for each in (run.base, baseline, run) if each)
     return list(chosen)

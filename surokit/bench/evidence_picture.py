@@ -16,14 +16,9 @@ from surokit.statistics import Interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = (
-    "#c3c8ce",
-    "#0072B2",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#5f6670",
-)  # of recipes, told apart without red and green
+# of recipes, told apart without red and green
+_COLORS = ("#c3c8ce", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#5f6670")
+_NOTHING = "No recipe has a run beside its baseline yet: the study has to go on before it can be drawn."
 
 
 def digest(data: Mapping[str, Any]) -> str:
@@ -46,22 +41,19 @@ def all_gaps(data: Mapping[str, Any]) -> Figure:
     for each size, and the mean over sizes."""
     from matplotlib.figure import Figure as Picture
 
-    found = by_recipe(data)
-    if not found:
-        raise ValueError("No recipe has a run beside its baseline yet: the study has to go on before it can be drawn.")
-    kinds = [kind for kind in TRAINED if any(kind == of for of, _ in found)]
-    counts = [sum(kind == of for of, _ in found) for kind in kinds]
-    picture = Picture(figsize=(9, 0.7 * len(kinds) + ROW_INCHES * sum(counts)), layout="constrained")
-    panels = picture.subplots(len(kinds), 1, squeeze=False, height_ratios=counts)[:, 0]
-    for axes, kind in zip(panels, kinds, strict=True):
-        shown = []
-        for (of, recipe), of_sizes in found.items():
-            if of == kind:
-                whole = of_sizes[ALL]
-                groups = [gaps(data, kind, size, recipe) for size in SIZES if size in of_sizes]
-                mean = Interval(whole["low"], whole["mean"], whole["high"])
-                shown.append(GapRow(recipe, groups, mean, whole["gate"], whole["verdict"]))
-        draw_gaps(axes, shown, f"{TRAINED[kind]}: held-out loss against bfloat16, % of it".capitalize())
+    shown: dict[str, list[GapRow]] = {}
+    for (kind, recipe), of_sizes in by_recipe(data).items():
+        whole = of_sizes[ALL]
+        groups = [gaps(data, kind, size, recipe) for size in SIZES if size in of_sizes]
+        mean = Interval(whole["low"], whole["mean"], whole["high"])
+        shown.setdefault(kind, []).append(GapRow(recipe, groups, mean, whole["gate"], whole["verdict"]))
+    if not shown:
+        raise ValueError(_NOTHING)
+    counts = [len(rows) for rows in shown.values()]
+    picture = Picture(figsize=(9, 0.7 * len(shown) + ROW_INCHES * sum(counts)), layout="constrained")
+    panels = picture.subplots(len(shown), 1, squeeze=False, height_ratios=counts)[:, 0]
+    for axes, (kind, rows) in zip(panels, shown.items(), strict=True):
+        draw_gaps(axes, rows, f"{TRAINED[kind]}: held-out loss against bfloat16, % of it".capitalize())
     return picture
 
 
@@ -73,12 +65,12 @@ def growth(data: Mapping[str, Any]) -> Figure:
     counts = {size: [len(gaps(data, "scratch", size, recipe)) for recipe in recipes] for size in SIZES}
     sizes = [size for size in SIZES if any(counts[size])]
     if not sizes:
-        raise ValueError("No recipe has a run beside its baseline yet: the study has to go on before it can be drawn.")
+        raise ValueError(_NOTHING)
     picture = Picture(figsize=(3.6 * len(sizes) + 1.4, 3.6), layout="constrained")
     panels = picture.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
-        for recipe, color in zip(recipes, _COLORS, strict=True):
-            if not gaps(data, "scratch", size, recipe):
+        for recipe, color, count in zip(recipes, _COLORS, counts[size], strict=True):
+            if not count:
                 continue
             at = _steps_of(data, size, recipe)
             values = [[100 * gap for gap in gaps(data, "scratch", size, recipe, step)] for step in at]
@@ -104,4 +96,4 @@ def _steps_of(data: Mapping[str, Any], size: str, recipe: str) -> list[int]:
         for run in data["evidence"].values()
         if (run["kind"], run["size"], run["recipe"]) == ("scratch", size, recipe)
     ]
-    return sorted(set.intersection(*({int(row[0]) for row in curve} for curve in curves))) if curves else []
+    return sorted(set.intersection(*({int(row[0]) for row in curve} for curve in curves)))

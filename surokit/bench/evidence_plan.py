@@ -189,9 +189,9 @@ def plan(earlier: Mapping[str, Any], pilot: Mapping[str, Any]) -> list[dict[str,
         gap, spread = statistics.mean(gaps), drawn if base == "bf16" else statistics.stdev(gaps)
         gap = gap / 3 if name == SWITCHED else gap  # NVIDIA's 1.5 % became 0.5 %
         spreads = {f"spread x {factor:g}": factor * spread for factor in (1.0, 0.5)}
-        seeds = {name: count_for_gate(gate, gap, each) for name, each in spreads.items()}
+        seeds = {words: count_for_gate(gate, gap, each) for words, each in spreads.items()}
         count = seeds_of(name, "1M")
-        power = {name: power_of_gate(gate, gap, each, count) for name, each in spreads.items()}
+        power = {words: power_of_gate(gate, gap, each, count) for words, each in spreads.items()}
         rows.append({"recipe": name, "gate": gate, "gap": gap, "spread": spread, "seeds": seeds, "power at 1M": power})
     return rows
 
@@ -276,7 +276,12 @@ def at_its_rate(found: Mapping[str, Mapping[str, Any]], kind: str, of: str, reci
     return None if lr is None else Run(kind, of, recipe, seed, lr)
 
 
-def trained_at(size: str, recipes: Iterable[str], seed: int = 0) -> list[str]:
+def baseline_run(found: Mapping[str, Mapping[str, Any]], kind: str, of: str, recipe: str, seed: int) -> Run | None:
+    """Return the run that a recipe's is compared with; None before its learning rate is known."""
+    return at_its_rate(found, "scratch" if kind == "alone" else kind, of, baseline_of(recipe), seed)
+
+
+def trained_at(size: str, recipes: Iterable[str], seed: int) -> list[str]:
     """Return those of the recipes that are trained at a size with a seed."""
     return [recipe for recipe in recipes if size in ONLY_AT.get(recipe, SIZES) and seed < seeds_of(recipe, size)]
 

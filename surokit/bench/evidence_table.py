@@ -23,6 +23,7 @@ from surokit.bench.evidence_plan import (
     Run,
     at_its_rate,
     baseline_of,
+    baseline_run,
     loss_at,
     planned,
 )
@@ -51,7 +52,7 @@ def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tu
     found, pairs = data["evidence"], []
     for seed in range(max(*SEEDS.values(), TASK_SEEDS)):
         own = at_its_rate(found, kind, of, recipe, seed)
-        base = at_its_rate(found, "scratch" if kind == "alone" else kind, of, baseline_of(recipe), seed)
+        base = baseline_run(found, kind, of, recipe, seed)
         if own and base and {own.key, base.key} <= found.keys():
             pairs.append((found[own.key], found[base.key]))
     return pairs
