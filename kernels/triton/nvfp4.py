@@ -149,17 +149,6 @@ def _error(x, codes, encode, amax, BOUND: tl.constexpr, ERROR: tl.constexpr):
 
 
 @triton.jit
-def _stochastic(y, draw):
-    """Clamp y to +-6 and round it stochastically to the grid of E2M1: up with probability (|y| - low) / step."""
-    magnitude = tl.minimum(tl.abs(y), 6.0, propagate_nan=tl.PropagateNan.ALL)
-    step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
-    steps = tl.where(magnitude < 2.0, 2.0, tl.where(magnitude < 4.0, 1.0, 0.5))
-    rounded = tl.floor(magnitude * steps + draw) * step
-    sign = y.to(tl.int32, bitcast=True) & -0x80000000  # a minus would make +0 of a zero
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def amax_kernel(
     x,
     amax,
@@ -237,7 +226,8 @@ def quantize_kernel(
     y = tl.reshape(_divided(tile, codes, encode), (BM, BK))
     if STOCHASTIC:
         index = m.to(tl.int64) * columns + k
-        y = _stochastic(y, random_uniform(index, tl.load(key), tl.load(key + 1)))
+        y = tl.clamp(y, -6.0, 6.0, propagate_nan=tl.PropagateNan.ALL)
+        y = round_stochastic(y, random_uniform(index, tl.load(key), tl.load(key + 1)), 6.0, 1, 0)  # to E2M1
     byte = k0 // 2 + tl.arange(0, BK // 2)[None, :]
     tl.store(packed + m.to(tl.int64) * bytes + byte, pack_pairs(encode_nibbles(y)), mask=(m < M) & (byte < bytes))
     r, c = m0 // ROWS + tl.arange(0, R)[:, None], k0 // 16 + tl.arange(0, C)[None, :]
