@@ -292,7 +292,7 @@ def _formats() -> list[Finding]:
             found.append(Finding("device", _KERNELS, "missing", why, "a GPU of 2020 or later: A100, L4, RTX 30"))
     first = f"tensor cores from compute capability {_BF16_FROM[0]}.{_BF16_FROM[1]}"
     if capability is None:
-        found.append(_bf16_on_cpu())
+        found += [_quantizers_on_cpu(), _bf16_on_cpu()]
     else:
         found.append(Finding("formats", "bf16", "native" if capability >= _BF16_FROM else "emulated", first))
     for name, kind in PRODUCTS.items():
@@ -316,6 +316,17 @@ def _transposes() -> Finding:
 
     served = serving(transpose_fp8, torch.device("cuda", 0))
     return Finding("device", "transposes of codes", "slower" if served.missed else "ok", served.why)
+
+
+def _quantizers_on_cpu() -> Finding:
+    """Return what quantizes on a CPU; its C++ is built here, which takes seconds the first time."""
+    import torch
+
+    from surokit.kernels import serving
+    from surokit.kernels.reference.quantize import quantize
+
+    served = serving(quantize, torch.device("cpu"))
+    return Finding("device", "quantizers on the CPU", "slower" if served.missed else "ok", served.why)
 
 
 def _bf16_on_cpu() -> Finding:

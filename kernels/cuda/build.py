@@ -11,21 +11,14 @@ ends with its process: whoever holds it may remove what is left of torch's.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from ..cpu.build import Built, gist
+
 OLDEST = (8, 0)  # compute capability; tests compile for sm_80, 89, 90, 100 and 120
-
-
-@dataclass(frozen=True)
-class Built:
-    """A Built is a loaded library, or None; and why, in words for a table of choices."""
-
-    library: ctypes.CDLL | None
-    why: str
 
 
 @cache
@@ -56,7 +49,7 @@ def _build(stem: str, major: int, minor: int) -> Built:
         path = _locked_load(f"surokit_{stem}_sm{arch}", Path(__file__).with_name(f"{stem}.cu"), arch)
         return Built(ctypes.CDLL(path), f"kernels/cuda/{stem}.cu, built for sm_{arch}")
     except Exception as error:  # whatever goes wrong in a compiler, a linker or a file system, there is the reference
-        return Built(None, f"kernels/cuda/{stem}.cu could not be built for sm_{arch} ({_gist(error)})")
+        return Built(None, f"kernels/cuda/{stem}.cu could not be built for sm_{arch} ({gist(error)})")
 
 
 def _locked_load(name: str, source: Path, arch: str) -> str:
@@ -76,9 +69,3 @@ def _locked_load(name: str, source: Path, arch: str) -> str:
             build_directory=str(folder),
             is_python_module=False,
         )
-
-
-def _gist(error: Exception) -> str:
-    """Return the line of a compiler's output that matters: the first with an error in it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines[1:] if "error" in line.lower()), lines[0])[:200]

@@ -82,7 +82,7 @@ def run(rounds: int = 20, shape: tuple[int, int] | None = None, only: str = "") 
     settings = {"x": f"{shape[0]} x {shape[1]} bf16", "rounds": rounds}
     if not cuda:
         settings["threads"] = torch.get_num_threads()
-    return result("kernels: " + ("CUDA" if cuda else "reference quantizers"), settings, rows, notes)
+    return result("kernels: " + ("CUDA" if cuda else "quantizers on a CPU"), settings, rows, notes)
 
 
 def result(name: str, settings: Mapping[str, Any], rows: list[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
     def kernel(op: str, how: str, nbytes: float, *arguments: Any, **options: Any) -> Kernel:
         operation = OPERATIONS[op]
         backend = serving(operation.reference, device)[0]
-        ours, theirs = getattr(torch.ops.surokit, op), operation.adapt(operation.reference)
+        ours, theirs = getattr(torch.ops.surokit, op), operation.definition
         return Kernel(
             f"{op} {how}".strip(),
             lambda: ours(*arguments, **options),
@@ -254,7 +254,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
             backend=backend,
             nbytes=nbytes,
             against=COPY,
-            gate=BANDWIDTH_GATE if op.startswith("quantize") and backend != "reference" else 0.0,
+            gate=BANDWIDTH_GATE if op.startswith("quantize") and backend in ("cuda", "triton") else 0.0,
             op=op,
         )
 
@@ -319,7 +319,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
         for op, arguments, size in stored:
             product = kernel(op, size_of, size * N * C, tokens, *arguments, False)
             whole = partial(getattr(torch.ops.surokit, op), tokens, *arguments, False)
-            product.wrong = relative(whole, partial(OPERATIONS[op].on_cpu, tokens, *arguments, False))
+            product.wrong = relative(whole, partial(OPERATIONS[op].definition, tokens, *arguments, False))
             product.allowed = 1e-2
             made.append(product)
         for product in made:
@@ -509,53 +509,53 @@ def _first(call: Callable[[], Tensor], rows: int) -> Tensor:
 
 
 def cpu(shape: tuple[int, int], notes: list[str]) -> Iterator[Kernel]:
-    """Yield the reference quantizers, and torchao's FP8 with current scaling where it is installed."""
+    """Yield the quantizers as PyTorch and as C++ have them, and torchao's FP8 with current scaling where it is installed."""
     import torch
 
     from surokit.formats import E2M1, E4M3
+    from surokit.kernels import serving
     from surokit.kernels.reference import mx, nf4, nvfp4, quantize
 
-    x = _gaussian(*shape, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    x = _gaussian(*shape, device=device)
     yield _copy(x)
 
-    def current() -> Any:
-        return quantize.quantize(x, E4M3)
-
+    baseline, current = "", "FP8 per tensor"
     try:
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
     except ImportError:
         notes.append("torchao is not installed (pip install torchao), so there is nothing beside FP8 per tensor.")
-        baseline = ""
     else:
-        baseline = f"{TORCHAO} FP8 per tensor"
+        baseline = f"{TORCHAO} {current}"
 
         def torchao() -> Any:
             return hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())._data
 
         # the scales may differ in their last bit, and a few codes with them
-        yield Kernel(baseline, torchao, bits(torchao, lambda: current()[0]), 1e-3, TORCHAO, nbytes=5.0 * x.numel())
-    quantizers: dict[str, tuple[float, Callable[[], Any]]] = {
-        "FP8 per row": (3, lambda: quantize.quantize(x, E4M3, 1, 0, True, floor=1e-12)),
-        "FP8 1x128": (3, lambda: quantize.quantize(x, E4M3, 1, 128, True)),
-        "FP8 128x128": (3, lambda: quantize.quantize(x, E4M3, 128, 128, True)),
-        "MXFP8": (3 + 1 / 32, lambda: mx.quantize(x, E4M3, "rceil")),
-        "MXFP4": (2.5 + 1 / 32, lambda: mx.quantize(x, E2M1, "even")),
-        "NVFP4 1x16": (4.5 + 1 / 16, lambda: nvfp4.quantize(x, 1)),
-        "NVFP4 16x16": (4.5 + 1 / 256, lambda: nvfp4.quantize(x, 16)),
-        "NVFP4 1x16, four over six": (4.5 + 1 / 16, lambda: nvfp4.quantize(x, 1, "mse")),
-        "NF4": (2.5 + 1 / 16, lambda: nf4.quantize(x)),
+        same = bits(torchao, lambda: quantize.quantize(x, E4M3)[0])
+        yield Kernel(baseline, torchao, same, 1e-3, TORCHAO, nbytes=5.0 * x.numel())
+    quantizers: dict[str, tuple[float, Callable[..., Any], tuple[Any, ...]]] = {
+        current: (5, quantize.quantize, (E4M3,)),
+        "FP8 per row": (3, quantize.quantize, (E4M3, 1, 0, True, None, 1e-12)),
+        "FP8 1x128": (3, quantize.quantize, (E4M3, 1, 128, True)),
+        "FP8 128x128": (3, quantize.quantize, (E4M3, 128, 128, True)),
+        "MXFP8": (3 + 1 / 32, mx.quantize, (E4M3, "rceil")),
+        "MXFP4": (2.5 + 1 / 32, mx.quantize, (E2M1, "even")),
+        "NVFP4 1x16": (4.5 + 1 / 16, nvfp4.quantize, (1,)),
+        "NVFP4 16x16": (4.5 + 1 / 256, nvfp4.quantize, (16,)),
+        "NVFP4 1x16, four over six": (4.5 + 1 / 16, nvfp4.quantize, (1, "mse")),
+        "NF4": (2.5 + 1 / 16, nf4.quantize, ()),
     }
-    yield Kernel(
-        "FP8 per tensor",
-        current,
-        backend="reference",
-        nbytes=5.0 * x.numel(),
-        against=baseline,
-        gate=TORCHAO_GATE if baseline else 0.0,
-    )
-    for name, (size, call) in quantizers.items():
-        yield Kernel(name, call, backend="reference", nbytes=size * x.numel())
+    for name, (size, function, given) in quantizers.items():
+        nbytes = size * x.numel()
+        defined = partial(function, x, *given)
+        beside: dict[str, Any] = {"against": baseline, "gate": TORCHAO_GATE} if baseline and name == current else {}
+        yield Kernel(name, defined, backend="reference", nbytes=nbytes, **beside)
+        served = serving(function, device)
+        if served.folder != "reference":
+            ours = partial(served.function, x, *given)
+            yield Kernel(f"{name}, C++", ours, bits(ours, defined), backend=served.folder, nbytes=nbytes, against=name)
 
 
 def _amax_of(x: Tensor) -> Tensor:
@@ -570,8 +570,8 @@ def _size(T: int, K: int, N: int) -> str:
 
 
 def ratios(data: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
-    """Return the ratios round by round: of a copy's bandwidth, of bfloat16's speed, or of torchao's time (where less is
-    better)."""
+    """Return the ratios round by round: of a copy's bandwidth, of bfloat16's speed or the definition's, or of torchao's time (where
+    less is better)."""
     other = next((r for r in data["kernels"] if r["name"] == row["against"]), None)
     if other is None:
         return []
@@ -581,6 +581,15 @@ def ratios(data: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
     if other["name"] == COPY:
         return [row["bytes"] / mine / (other["bytes"] / theirs) for mine, theirs in pairs]
     return [theirs / mine for mine, theirs in pairs]
+
+
+def _unit(row: Mapping[str, Any]) -> str:
+    """Return what the ratios of a row are of, in words."""
+    if row["against"] == COPY:
+        return "of a copy"
+    if row["against"].startswith(TORCHAO):
+        return "x torchao's time"
+    return "x the definition" if row["backend"] == "cpu" else "x bf16"
 
 
 def gates(data: Mapping[str, Any]) -> list[tuple[str, bool]]:
@@ -616,10 +625,8 @@ def table(data: Mapping[str, Any]) -> str:
             rate = f"{three_digits(row['flops'] / median / 1e12)} TFLOPS"
         ratio = ""
         if found := ratios(data, row):
-            unit = "of a copy" if row["against"] == COPY else "x torchao's time"
-            unit = unit if row["against"] == COPY or row["against"].startswith(TORCHAO) else "x bf16"
             least, middle, most = spread(found)
-            ratio = f"{middle:.2f} {unit} ({least:.2f} to {most:.2f})"
+            ratio = f"{middle:.2f} {_unit(row)} ({least:.2f} to {most:.2f})"
         by = [row["backend"], row.get("failed")]
         rows.append([row["name"], f"{mid} ({low} to {high})", rate, ratio, ", until ".join(filter(None, by))])
     text = markdown(data, ["kernel", "ms (median, range)", "rate", "against", "by"], rows)

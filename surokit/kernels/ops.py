@@ -1,8 +1,8 @@
 """Register the operations with torch, `torch.ops.surokit.*`, so that compiled graphs hold each one whole.
 
-An operation has a schema, a rule for the shapes of its results (the decorated function), and its implementations: the
-reference on every device but CUDA, and on CUDA the first that is there of the CUDA C++ kernel (built on first use), the Triton
-kernel and the reference. All three have the operation's file and function names. Formats travel by name.
+An operation has a schema, a rule for the shapes of its results (the decorated function), and its implementations: on CUDA the
+first that is there of the CUDA C++ kernel, the Triton kernel and the reference, on a CPU the first of C++ and the reference, and
+elsewhere the reference. C++ is built on first use. All have the operation's file and function names. Formats travel by name.
 
 M rows, K columns (the contracted dimension), R x C the grid of tiles.
 """
@@ -41,10 +41,10 @@ class Operation:
     adapt: Callable[[Function], Function]
 
     @cached_property
-    def on_cpu(self) -> Function:
+    def definition(self) -> Function:
         return self.adapt(self.reference)
 
-    def on_cuda(self, device: torch.device) -> Function:
+    def on(self, device: torch.device) -> Function:
         return _adapted(self, serving(self.reference, device).function)
 
 
@@ -54,14 +54,15 @@ def _adapted(operation: Operation, function: Function) -> Function:
 
 
 OPERATIONS: dict[str, Operation] = {}
-_folders: tuple[str, ...] = ("cuda", "triton")
+_BEFORE_THE_REFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
+_folders: dict[str, tuple[str, ...]] = _BEFORE_THE_REFERENCE
 
 
 @contextmanager
 def only_reference() -> Iterator[None]:
-    """Let CUDA devices run the definitions in PyTorch inside the `with`: to compare against, and to find a fault."""
+    """Let every device run the definitions in PyTorch inside the `with`: to compare against, and to find a fault."""
     global _folders
-    before, _folders = _folders, ()
+    before, _folders = _folders, {}
     try:
         yield
     finally:
@@ -69,7 +70,10 @@ def only_reference() -> Iterator[None]:
 
 
 def best(function: Function, device: torch.device) -> Function:
-    """Return the function that serves one of kernels/reference on `device`: itself, or on CUDA the best form of the same name."""
+    """Return the function that serves one of kernels/reference on `device`: itself, or on CUDA the best form of the same name.
+
+    For those that no operation registers; kernels/cpu has none of them.
+    """
     return serving(function, device).function if device.type == "cuda" else function
 
 
@@ -87,9 +91,7 @@ class Serving(NamedTuple):
 
 def serving(function: Function, device: torch.device) -> Serving:
     """Return which function serves one of kernels/reference on a device, and why."""
-    if device.type != "cuda":
-        return Serving("reference", function, f"{device.type} runs the definition in PyTorch")
-    return first_serving(function, device, _folders)
+    return first_serving(function, device, _folders.get(device.type, ()))
 
 
 @cache
@@ -127,11 +129,11 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
     except ModuleNotFoundError as error:
         return None, "" if error.name == name else f"{folder} cannot be loaded here ({error})"
     needs = getattr(module, "NEEDS", KERNELS_FROM)
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
         return None, f"kernels/{folder}/{file} needs compute capability {needs[0]}.{needs[1]}"
     if folder == "triton" and (fault := fault_of_triton(device)):
         return None, fault
-    if hasattr(module, "why"):  # CUDA C++ has to be built for the device
+    if hasattr(module, "why"):  # C++ has to be built for the device
         served, reason = module.why(device)
         if not served:
             return None, reason
@@ -170,8 +172,9 @@ def operation(
         name = schema.partition("(")[0]
         op = OPERATIONS[name] = Operation(name, reference, adapt)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, op.on_cpu, "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, lambda x, *rest, **options: op.on_cuda(x.device)(x, *rest, **options), "CUDA")
+        _LIBRARY.impl(
+            name, lambda x, *rest, **options: op.on(x.device)(x, *rest, **options), "CompositeExplicitAutograd"
+        )
         torch.library.register_fake(f"surokit::{name}", shapes, lib=_LIBRARY)
         return shapes
 

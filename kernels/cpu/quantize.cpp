@@ -1,0 +1,434 @@
+// Quantize and decode on a CPU, each in one pass: the formulas of kernels/reference, with the same roundings in the same order.
+//
+// Plain C functions over contiguous rows, compiled without contracting products and sums, so that every operation rounds as
+// torch's does. Each returns 0; or 1 where it met what is not finite, and the definition has to say what that becomes.
+//
+// M rows, K columns, blocks of `rows` x 16 (NVFP4) or 1 x 32 (MX). x is bfloat16 (two bytes) or float32.
+
+#include <algorithm>
+#include <atomic>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace {
+
+inline float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float number(uint16_t x) { return as_float(uint32_t(x) << 16); }
+inline float number(float x) { return x; }
+inline uint32_t magnitude(uint16_t x) { return uint32_t(x & 0x7fff) << 16; }
+inline uint32_t magnitude(float x) { return as_bits(x) & 0x7fffffff; }
+
+constexpr uint32_t INFINITE = 0x7f800000;
+
+// 24 bits of the draw at a position, in [0, 1): kernels/reference/random.py
+inline float uniform(uint32_t position, const int32_t* key) {
+  uint32_t x = position ^ uint32_t(key[0]);
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= uint32_t(key[1]);
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return float(int32_t(x >> 8)) * 0x1p-24f;
+}
+
+// A float of few bits. `rounded` and `drawn` take numbers in its range and return one of its own.
+template <int mantissa, int bias, uint32_t sign_bit>
+struct Small {
+  static constexpr bool nibbles = sign_bit == 8;
+  static constexpr uint32_t not_finite = mantissa == 2 ? 0x7c : 0x7f;  // magnitudes from here on
+  static inline float binade(float y) {
+    return std::max(as_float(as_bits(y) & INFINITE), as_float(uint32_t(128 - bias) << 23));
+  }
+  static inline float signed_as(float r, float y) {
+    return as_float((as_bits(r) & 0x7fffffff) | (as_bits(y) & 0x80000000));
+  }
+  // to nearest, ties to even: float32 has no room for lower bits after the addition
+  static inline float rounded(float y) {
+    const float shift = binade(y) * as_float((uint32_t(127 + 23 - mantissa) << 23) | 0x400000);
+    return signed_as((y + shift) - shift, y);
+  }
+  static inline float drawn(float y, float draw, float largest) {
+    const float step = binade(y) * as_float(uint32_t(127 - mantissa) << 23);
+    const float steps = as_float(as_bits(y) & 0x7fffffff) / step + draw;
+    return signed_as(std::min(float(int32_t(steps)) * step, largest), y);
+  }
+  static inline uint32_t code(float r) {
+    const uint32_t bits = as_bits(r) & 0x7fffffff;
+    const float subnormal = as_float(bits) * as_float(uint32_t(126 + bias + mantissa) << 23);
+    const uint32_t normal = (bits >> (23 - mantissa)) - (uint32_t(127 - bias) << mantissa);
+    const bool small = bits < (uint32_t(128 - bias) << 23);
+    return (small ? uint32_t(int32_t(small ? subnormal : 0.0f)) : normal) | (as_bits(r) >> 31) * sign_bit;
+  }
+  static inline float value(uint32_t code) {
+    const uint32_t kept = code & (sign_bit - 1);
+    const float subnormal = float(int32_t(kept)) * as_float(uint32_t(128 - bias - mantissa) << 23);
+    const float normal = as_float((kept << (23 - mantissa)) + (uint32_t(127 - bias) << 23));
+    return signed_as(kept < (1u << mantissa) ? subnormal : normal, code & sign_bit ? -1.0f : 1.0f);
+  }
+};
+
+using E2M1 = Small<1, 1, 8>;
+using E4M3 = Small<3, 7, 0x80>;
+using E5M2 = Small<2, 15, 0x80>;
+
+inline float clamped(float y, float largest) { return std::min(std::max(y, -largest), largest); }
+
+// Gives each thread some of the rows. What is computed does not depend on how many there are.
+template <class Rows>
+void shared(int64_t rows, int64_t elements, int threads, const Rows& work) {
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>({threads, rows, elements >> 17}));
+  std::vector<std::thread> others;
+  for (int64_t part = 1; part < parts; ++part)
+    others.emplace_back([&, part] { work(rows * part / parts, rows * (part + 1) / parts); });
+  work(0, rows / parts);
+  for (auto& other : others) other.join();
+}
+
+template <class T>
+inline uint32_t largest_of(const T* x, int n) {
+  uint32_t most = 0;
+  for (int j = 0; j < n; ++j) most = std::max(most, magnitude(x[j]));
+  return most;
+}
+
+// The largest magnitude of each tile, as bits, and of all of them.
+template <class T>
+uint32_t amax(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, uint32_t* out, int threads) {
+  const int64_t R = (M + rows - 1) / rows, C = (K + columns - 1) / columns;
+  std::atomic<uint32_t> all{0};
+  shared(R, M * K, threads, [&](int64_t begin, int64_t end) {
+    uint32_t most = 0;
+    for (int64_t r = begin; r < end; ++r) {
+      uint32_t* tiles = out + r * C;
+      std::fill(tiles, tiles + C, 0);
+      for (int64_t i = r * rows; i < std::min(M, (r + 1) * rows); ++i)
+        for (int64_t c = 0; c < C; ++c) {
+          const T* from = x + i * K + c * columns;
+          const int64_t n = std::min(columns, K - c * columns);
+          tiles[c] = std::max(tiles[c], n == 16 ? largest_of(from, 16) : n == 32 ? largest_of(from, 32) : largest_of(from, n));
+        }
+      most = std::max(most, C ? *std::max_element(tiles, tiles + C) : 0);
+    }
+    uint32_t seen = all.load();
+    while (seen < most && !all.compare_exchange_weak(seen, most)) {
+    }
+  });
+  return all.load();
+}
+
+// Codes of n elements of a row, a byte each; `position` is that of the first.
+template <class F, class T>
+inline void codes_of(const T* __restrict x, int64_t n, float factor, float largest, uint32_t position, const int32_t* key,
+                     uint8_t* __restrict out) {
+  if (key)
+    for (int64_t j = 0; j < n; ++j)
+      out[j] = uint8_t(F::code(F::drawn(clamped(number(x[j]) * factor, largest), uniform(position + uint32_t(j), key), largest)));
+  else
+    for (int64_t j = 0; j < n; ++j) out[j] = uint8_t(F::code(F::rounded(clamped(number(x[j]) * factor, largest))));
+}
+
+// Two codes a byte, the even one in the low half.
+inline void pack(const uint8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
+  for (int64_t j = 0; j < n / 2; ++j) {
+    uint16_t both;
+    std::memcpy(&both, codes + 2 * j, 2);
+    out[j] = uint8_t(both | both >> 4);  // little-endian, as every processor that torch is built for
+  }
+  if (n % 2) out[n / 2] = codes[n - 1];
+}
+
+inline void unpack(const uint8_t* __restrict packed, int64_t bytes, uint8_t* __restrict codes) {
+  for (int64_t j = 0; j < bytes; ++j) {
+    const uint16_t both = uint16_t((packed[j] | packed[j] << 4) & 0x0f0f);
+    std::memcpy(codes + 2 * j, &both, 2);
+  }
+}
+
+// In bfloat16, which has them exactly.
+inline void values_of(const uint8_t* __restrict codes, int64_t n, float scale, uint16_t* __restrict out) {
+  for (int64_t j = 0; j < n; ++j) out[j] = uint16_t(as_bits(E2M1::value(codes[j]) * scale) >> 16);
+}
+
+template <class F, class T>
+void encode_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, const float* factors, float largest,
+                  const int32_t* key, uint8_t* out, int threads) {
+  const int64_t C = (K + columns - 1) / columns;
+  shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
+    std::vector<uint8_t> row(F::nibbles ? K : 0);
+    for (int64_t i = begin; i < end; ++i) {
+      uint8_t* codes = F::nibbles ? row.data() : out + i * K;
+      const float* factors_of = factors + i / rows * C;
+      for (int64_t c = 0; c < C; ++c) {
+        const int64_t at = c * columns, n = std::min(columns, K - at);
+        const T* from = x + i * K + at;
+        const uint32_t position = uint32_t(i * K + at);
+        if (n == 16)  // a constant, so that the compiler has no loop over the rest
+          codes_of<F>(from, 16, factors_of[c], largest, position, key, codes + at);
+        else if (n == 32)
+          codes_of<F>(from, 32, factors_of[c], largest, position, key, codes + at);
+        else
+          codes_of<F>(from, n, factors_of[c], largest, position, key, codes + at);
+      }
+      if (F::nibbles) pack(codes, K, out + i * ((K + 1) / 2));
+    }
+  });
+}
+
+// What MS-EDEN makes of the scales: kernels/reference/nvfp4.py
+template <class T>
+void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* codes, const int32_t* key, float* scales, int threads) {
+  shared(blocks, blocks * 16, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      uint8_t of_block[16];
+      float squares[16], products[16], length = 0, kept = 0;
+      unpack(codes + block * 8, 8, of_block);
+      const float scale = scales[block];
+      for (int j = 0; j < 16; ++j) {
+        const float y = number(x[block * 16 + j]) * encode;
+        squares[j] = y * y;
+        products[j] = y * (E2M1::value(of_block[j]) * scale);
+      }
+      for (int j = 0; j < 16; ++j) {
+        length += squares[j];
+        kept += products[j];
+      }
+      const float corrected = std::min(scales[block] * (kept == 0 ? 1.0f : length / kept), 448.0f);
+      scales[block] = E4M3::drawn(corrected, uniform(uint32_t(block), key), 448.0f);
+    }
+  });
+}
+
+inline float factor_of(float scale, float decode) { return std::min(1.0f / (scale * decode), FLT_MAX); }
+
+// The error of a block of rows x 16 with one scale, summed as kernels/reference/nvfp4.py says; what lies outside counts as zeros.
+template <class T>
+float error_of(const T* x, int64_t M, int64_t K, int64_t rows, int64_t n, float scale, float decode, float amax, bool squared) {
+  const float factor = factor_of(scale, decode), back = scale * amax * float(1.0 / (6.0 * 256.0));
+  float sums[16];
+  for (int64_t i = 0; i < rows; ++i) {
+    float block[16] = {}, errors[16], sum = 0;
+    for (int64_t j = 0; j < (i < M ? n : 0); ++j) block[j] = number(x[i * K + j]);
+    for (int j = 0; j < 16; ++j) {
+      const float error = E2M1::rounded(clamped(block[j] * factor, 6.0f)) * back - block[j];
+      errors[j] = squared ? error * error : as_float(as_bits(error) & 0x7fffffff);
+    }
+    for (int j = 0; j < 16; ++j) sum += errors[j];
+    sums[i] = sum;
+  }
+  for (int64_t half = rows / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+// Four over six: kernels/reference/nvfp4.py
+template <class T>
+void choose_scales(const T* x, int64_t M, int64_t K, int64_t rows, const uint32_t* amaxes, float encode, float amax, bool squared,
+                   float* scales, int threads) {
+  const int64_t C = (K + 15) / 16;
+  const float decode = 1.0f / encode;
+  shared((M + rows - 1) / rows, M * K, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t c = 0; c < C; ++c) {
+        const float six = as_float(amaxes[r * C + c]) / 6.0f * encode;
+        const float usual = E4M3::rounded(std::min(six, 448.0f)), larger = E4M3::rounded(std::min(six * 1.5f, 448.0f));
+        const T* block = x + r * rows * K + c * 16;
+        const int64_t n = std::min<int64_t>(16, K - c * 16), left = M - r * rows;
+        const bool better = error_of(block, left, K, rows, n, larger, decode, amax, squared) <
+                            error_of(block, left, K, rows, n, usual, decode, amax, squared);
+        scales[r * C + c] = better ? larger : usual;
+      }
+  });
+}
+
+// How the scales of blocks are made.
+enum Scales { NEAREST, EDEN, FOUR_OVER_SIX_SQUARED, FOUR_OVER_SIX_ABSOLUTE };
+
+template <class T>
+int quantize_nv(const T* x, int64_t M, int64_t K, int64_t rows, float bound, float per_reach, const float* given,
+                const int32_t* key, int how, uint8_t* out, uint8_t* scales, float* scale, int threads) {
+  const int64_t tiles = (M + rows - 1) / rows * ((K + 15) / 16);
+  std::vector<uint32_t> amaxes(tiles);
+  const uint32_t most = amax(x, M, K, rows, int64_t(16), amaxes.data(), threads);
+  const float of_all = given ? *given : as_float(most);
+  if (most >= INFINITE || !(std::abs(of_all) <= FLT_MAX)) return 1;
+  float encode = std::min(bound / of_all, FLT_MAX);
+  if (of_all == 0 || encode == 0) encode = 1.0f;
+  *scale = std::max(of_all / bound, 0x1p-128f);
+  const float per_amax = encode * per_reach, decode = 1.0f / encode;
+  std::vector<float> rounded(tiles), factors(tiles);
+  if (how >= FOUR_OVER_SIX_SQUARED)
+    choose_scales(x, M, K, rows, amaxes.data(), encode, of_all, how == FOUR_OVER_SIX_SQUARED, rounded.data(), threads);
+  else
+    for (int64_t t = 0; t < tiles; ++t) rounded[t] = E4M3::rounded(std::min(as_float(amaxes[t]) * per_amax, 448.0f));
+  for (int64_t t = 0; t < tiles; ++t) factors[t] = factor_of(rounded[t], decode);
+  encode_tiles<E2M1>(x, M, K, rows, 16, factors.data(), 6.0f, how == EDEN ? nullptr : key, out, threads);
+  if (how == EDEN) correct_scales(x, tiles, encode, out, key, rounded.data(), threads);
+  for (int64_t t = 0; t < tiles; ++t) scales[t] = uint8_t(E4M3::code(rounded[t]));
+  return 0;
+}
+
+// The rules for the scale of an MX block: kernels/reference/mx.py. 255 where there is none.
+inline uint32_t scale_byte(uint32_t amax, float largest, int max_exponent, int mantissa, int rule) {
+  int exponent;
+  if (rule == 0) {
+    const uint32_t bits = as_bits(as_float(amax) / largest);
+    exponent = int((bits + (bits > 0x00400000 ? 0x7fffff : 0)) >> 23);
+  } else {
+    const uint32_t bits = amax + (rule == 2 ? 1u << (22 - mantissa) : 0);
+    if (bits >= INFINITE) return 255;
+    exponent = int(bits >> 23) - max_exponent;
+  }
+  return uint32_t(std::max(exponent, 0));
+}
+
+template <class T>
+int quantize_mx(const T* x, int64_t M, int64_t K, int format, int rule, const int32_t* key, uint8_t* out, uint8_t* scales,
+                int threads) {
+  const int64_t C = (K + 31) / 32;
+  std::vector<uint32_t> tiles(M * C);
+  if (amax(x, M, K, int64_t(1), int64_t(32), tiles.data(), threads) >= INFINITE) return 1;
+  const float largest = format == 0 ? 6.0f : format == 1 ? 448.0f : 57344.0f;
+  const int max_exponent = format == 0 ? 2 : format == 1 ? 8 : 15, mantissa = format == 0 ? 1 : format == 1 ? 3 : 2;
+  std::vector<float> factors(M * C);
+  for (int64_t t = 0; t < M * C; ++t) {
+    const uint32_t byte = scale_byte(tiles[t], largest, max_exponent, mantissa, rule);
+    if (byte == 255) return 1;
+    scales[t] = uint8_t(byte);
+    factors[t] = as_float((254 - byte) << 23);
+  }
+  if (format == 1) encode_tiles<E4M3>(x, M, K, 1, 32, factors.data(), largest, key, out, threads);
+  if (format == 2) encode_tiles<E5M2>(x, M, K, 1, 32, factors.data(), largest, key, out, threads);
+  if (format == 0) encode_tiles<E2M1>(x, M, K, 1, 32, factors.data(), largest, key, out, threads);
+  return 0;
+}
+
+inline void stored(float x, float* out) { *out = x; }
+inline void stored(float x, uint16_t* out) {  // to nearest, ties to even
+  const uint32_t bits = as_bits(x);
+  *out = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class F, class T>
+inline void scaled(const uint8_t* __restrict codes, int64_t n, float scale, T* __restrict out) {
+  for (int64_t j = 0; j < n; ++j) stored(F::value(codes[j]) * scale, out + j);
+}
+
+template <class F, class T>
+int dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, const uint8_t* scales, T* out, int threads) {
+  const int64_t C = (K + 31) / 32, bytes = F::nibbles ? (K + 1) / 2 : K;
+  if (std::count(scales, scales + M * C, 255)) return 1;
+  if (!F::nibbles && std::any_of(codes, codes + M * K, [](uint8_t code) { return (code & 0x7f) >= F::not_finite; })) return 1;
+  shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
+    std::vector<uint8_t> unpacked(F::nibbles ? 2 * bytes : 0);
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t* row = codes + i * bytes;
+      if (F::nibbles) {
+        unpack(row, bytes, unpacked.data());
+        row = unpacked.data();
+      }
+      for (int64_t c = 0; c < C; ++c) {
+        const uint32_t byte = scales[i * C + c];
+        const float scale = byte ? as_float(byte << 23) : 0x1p-127f;
+        const int64_t at = c * 32, n = std::min<int64_t>(32, K - at);
+        if (n == 32)
+          scaled<F>(row + at, 32, scale, out + i * K + at);
+        else
+          scaled<F>(row + at, n, scale, out + i * K + at);
+      }
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int surokit_amax(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, uint32_t* out, int threads) {
+  if (wide)
+    amax(static_cast<const float*>(x), M, K, rows, columns, out, threads);
+  else
+    amax(static_cast<const uint16_t*>(x), M, K, rows, columns, out, threads);
+  return 0;
+}
+
+// factors [R, C] multiply x before the cast; bits: 4 for E4M3, 5 for E5M2, of exponent
+int surokit_encode(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, const float* factors, int bits,
+                   const int32_t* key, uint8_t* out, int threads) {
+  const auto encode = [&](auto* x) {
+    if (bits == 4)
+      encode_tiles<E4M3>(x, M, K, rows, columns, factors, 448.0f, key, out, threads);
+    else
+      encode_tiles<E5M2>(x, M, K, rows, columns, factors, 57344.0f, key, out, threads);
+  };
+  wide ? encode(static_cast<const float*>(x)) : encode(static_cast<const uint16_t*>(x));
+  return 0;
+}
+
+int surokit_quantize_nv(const void* x, int wide, int64_t M, int64_t K, int64_t rows, float bound, float per_reach,
+                        const float* given, const int32_t* key, int how, uint8_t* out, uint8_t* scales, float* scale,
+                        int threads) {
+  const auto quantize = [&](auto* x) {
+    return quantize_nv(x, M, K, rows, bound, per_reach, given, key, how, out, scales, scale, threads);
+  };
+  return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x));
+}
+
+// format: 0 E2M1, 1 E4M3, 2 E5M2; rule: 0 rceil, 1 floor, 2 even
+int surokit_quantize_mx(const void* x, int wide, int64_t M, int64_t K, int format, int rule, const int32_t* key, uint8_t* out,
+                        uint8_t* scales, int threads) {
+  const auto quantize = [&](auto* x) { return quantize_mx(x, M, K, format, rule, key, out, scales, threads); };
+  return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x));
+}
+
+// q times its block's scale, rounded to float32 or bfloat16
+int surokit_dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, int format, const uint8_t* scales, void* out, int wide,
+                          int threads) {
+  const auto dequantize = [&](auto* out) {
+    return format == 0   ? dequantize_mx<E2M1>(codes, M, K, scales, out, threads)
+           : format == 1 ? dequantize_mx<E4M3>(codes, M, K, scales, out, threads)
+                         : dequantize_mx<E5M2>(codes, M, K, scales, out, threads);
+  };
+  return wide ? dequantize(static_cast<float*>(out)) : dequantize(static_cast<uint16_t*>(out));
+}
+
+// q times its block's scale, exactly, in bfloat16
+int surokit_factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const uint8_t* scales, uint16_t* out,
+                       int threads) {
+  const int64_t R = (M + rows - 1) / rows, C = (K + 15) / 16, bytes = (K + 1) / 2;
+  for (int64_t t = 0; t < R * C; ++t)
+    if ((scales[t] & 0x7f) == 0x7f) return 1;
+  shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
+    std::vector<uint8_t> row(2 * bytes);
+    for (int64_t i = begin; i < end; ++i) {
+      unpack(codes + i * bytes, bytes, row.data());
+      for (int64_t c = 0; c < C; ++c) {
+        const float s = E4M3::value(scales[i / rows * C + c]);
+        const int64_t at = c * 16, n = std::min<int64_t>(16, K - at);
+        if (n == 16)
+          values_of(row.data() + at, 16, s, out + i * K + at);
+        else
+          values_of(row.data() + at, n, s, out + i * K + at);
+      }
+    }
+  });
+  return 0;
+}
+
+}
