@@ -33,7 +33,7 @@ needs_a_compiler = pytest.mark.skipif(
 pytestmark = needs_a_compiler
 
 
-def matrix(M, K, size=1.0, dtype=torch.bfloat16):
+def matrix(M: int, K: int, size: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Normal rows and, among them, zeros of both signs, outliers, powers of two, ties between codes, wide rows."""
     torch.manual_seed(1000 * M + K)
     x = torch.randn(M, K)
@@ -60,7 +60,8 @@ def same(ours, theirs):
 @pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "size", "dtype"), CASES, ids=str)
 def test_nvfp4(shape, size, dtype):
-    x = matrix(*shape, size, dtype)
+    M, K = shape
+    x = matrix(M, K, size, dtype)
     below = x.abs().amax() * 0.7
     for rows, error, key in product((1, 16), FOUR_OVER_SIX, (None, KEY)):
         for amax in (None, below):
@@ -69,18 +70,19 @@ def test_nvfp4(shape, size, dtype):
     same(nvfp4.quantize_eden(x, 32, SIGNS, KEY), nvfp4_reference.quantize_eden(x, 32, SIGNS, KEY))
     for rows in (1, 16):
         packed, scales, scale = nvfp4_reference.quantize(x, rows)
-        given = packed, scales, rows, shape[1]
+        given = packed, scales, rows, K
         same(nvfp4.factors(*given), nvfp4_reference.factors(*given))
         same(
-            nvfp4.dequantize(packed, scales, scale, rows, shape[1]),
-            nvfp4_reference.dequantize(packed, scales, scale, rows, shape[1]),
+            nvfp4.dequantize(packed, scales, scale, rows, K),
+            nvfp4_reference.dequantize(packed, scales, scale, rows, K),
         )
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "size", "dtype"), CASES, ids=str)
 def test_mx(shape, size, dtype):
-    x = matrix(*shape, size, dtype)
+    M, K = shape
+    x = matrix(M, K, size, dtype)
     for name, rule in product(("e2m1", "e4m3", "e5m2"), ("rceil", "floor", "even")):
         format = FORMATS[name]
         for key in (None, KEY):
@@ -88,14 +90,15 @@ def test_mx(shape, size, dtype):
         same(mx.quantize_both(x, format, rule), mx_reference.quantize_both(x, format, rule))
         codes, scales = mx_reference.quantize(x, format, rule)
         for back in (torch.float32, torch.bfloat16, torch.float16):
-            given = codes, scales, shape[1], format, back
+            given = codes, scales, K, format, back
             same(mx.dequantize(*given), mx_reference.dequantize(*given))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "size", "dtype"), CASES, ids=str)
 def test_tiles(shape, size, dtype):
-    x = matrix(*shape, size, dtype)
+    M, K = shape
+    x = matrix(M, K, size, dtype)
     for rows, columns in TILES:
         same(quantize.amax(x, rows, columns), reference.amax(x, rows, columns))
     for name, tile, pow2 in product(("e4m3", "e5m2"), TILES, (False, True)):
@@ -229,7 +232,12 @@ def fresh(monkeypatch, tmp_path):
 def test_it_is_built_once_for_a_text_and_a_processor(fresh, monkeypatch):
     calls = []
     run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *args, **named: calls.append(args) or run(*args, **named))
+
+    def counted(*args, **named):
+        calls.append(args)
+        return run(*args, **named)
+
+    monkeypatch.setattr(subprocess, "run", counted)
     assert build.built("quantize").why == "kernels/cpu/quantize.cpp, built for this CPU"
     (path,) = fresh.folder.iterdir()
     build.built.cache_clear()
