@@ -7,7 +7,8 @@ evidence_table.py what came of them.
 A run is one model trained by one recipe: those of a seed start from the same weights and see the same batches. Runs are taken in an
 order in which the file says something early: seed by seed, the sweep of a size before its first. Each writes its checkpoint as it
 goes, in --folder, so that the same command goes on in the middle of a run; what is done is in --out at once. A recipe that changes
-in mid-run goes on from the run of its first part, bit for bit what it would have computed by itself.
+in mid-run goes on from the run of its first part, bit for bit what it would have computed by itself. Checkpoints may be lost
+between two calls: a model that an adapter needs is trained again then, and what the file says of it stays.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from surokit.bench.evidence_plan import (
     CONTROL,
     LENGTH,
     OF_TASKS,
+    PROCESSOR,
     SETTINGS,
     SWITCHED,
     TASK_BATCH,
@@ -42,6 +44,7 @@ from surokit.bench.evidence_plan import (
     task_of,
 )
 from surokit.bench.results_store import Book
+from surokit.environment import environment
 from surokit.places import write_whole
 
 if TYPE_CHECKING:
@@ -223,6 +226,11 @@ def _add_seconds(folder: Path, seconds: float) -> float:
     return total
 
 
+def _first(run: Run, folder: Path) -> Run:
+    """Return the run, or the one below it where that has no checkpoint any more."""
+    return run.base if run.base is not None and not checkpoint_in(folder / run.base.folder) else run
+
+
 def run(
     out: Path | None = None,
     folder: Path = Path("runs/evidence"),
@@ -233,18 +241,20 @@ def run(
 ) -> dict[str, Any]:
     """Go on with the study for so many minutes, in `workers` processes; return the raw result, which is in `out` as it grows.
 
-    folder: of checkpoints, which may be deleted when nothing is left. can_begin: of what was found, the runs to be made, in order.
-    benchmark: what the file calls itself.
+    folder: of checkpoints. can_begin: of what was found, the runs to be made, in order. benchmark: what the file calls itself.
     """
     head = {"benchmark": benchmark, "settings": SETTINGS}
-    book = Book(out or Path("evidence.json"), "evidence", head, {"minutes": minutes})
+    here = environment()
+    call = {"minutes": minutes, **{key: here[key] for key in PROCESSOR}}
+    book = Book(out or Path("evidence.json"), "evidence", head, call)
     folder.mkdir(parents=True, exist_ok=True)
     ends_at = time.time() + 60 * minutes
     context = multiprocessing.get_context("spawn")
     going: dict[Future[Any], Run] = {}
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         while True:
-            left = [run for run in can_begin(book.found) if run.key not in book and run not in going.values()]
+            wanted = (_first(run, folder) for run in can_begin(book.found) if run.key not in book)
+            left = [run for run in dict.fromkeys(wanted) if run not in going.values()]
             while left and len(going) < workers and time.time() < ends_at:
                 chosen = left.pop(0)
                 going[pool.submit(train, chosen, folder, ends_at)] = chosen
@@ -252,7 +262,7 @@ def run(
                 break
             for future in wait(going, return_when=FIRST_COMPLETED).done:
                 ended, found = going.pop(future), future.result()
-                if found is not None:
+                if found is not None and ended.key not in book:
                     book.put(ended.key, found)
                     print(f"{ended.key}: {found['held_out']:.4f}, {found['cpu_s']:,.0f} s", file=sys.stderr, flush=True)
     book.end(f"{len(left)} runs that can begin now are left." if left else "")

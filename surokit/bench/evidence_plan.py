@@ -116,6 +116,9 @@ SETTINGS = {
     },
 }
 
+#: What says which processor ran. It may differ between calls: sums in another order do to a run what other draws of rounding do.
+PROCESSOR = ("cpu", "cpu_vectors", "cpu_bf16")
+
 
 @dataclass(frozen=True)
 class Run:

@@ -16,6 +16,7 @@ from surokit.bench.evidence_plan import (
     FROZEN,
     GATES,
     OF_TEXTS,
+    PROCESSOR,
     SEEDS,
     SIZES,
     TASK_SEEDS,
@@ -192,7 +193,15 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
     wanted = planned(data["evidence"])
     there = len(wanted & data["evidence"].keys())
     left = [f"Not finished: {there} of {len(wanted)} runs are there."] * (there < len(wanted))
-    return "\n\n".join([made, *mixed(data, data["evidence"].values()), *left])
+    return "\n\n".join([made, *mixed(data, data["evidence"].values()), *_processors(data), *left])
+
+
+def _processors(data: Mapping[str, Any]) -> list[str]:
+    """Return the line that says on which processors runs were made; none where it was one."""
+    calls = [data["environment"], *data.get("calls", [])]
+    names = dict.fromkeys(", ".join(str(call[key]) for key in PROCESSOR if call.get(key)) for call in calls)
+    found = [name for name in names if name]
+    return [f"Runs were made on {' and on '.join(found)}."] * (len(found) > 1)
 
 
 def _mean(row: Mapping[str, Any]) -> str:

@@ -320,6 +320,20 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(1))
 
 
+def test_a_model_whose_checkpoint_was_lost_is_trained_again_for_its_adapters(
+    small: None, in_threads: None, tmp_path: Path
+) -> None:
+    base = Run("scratch", "1M", "bf16", 0, 3e-3)
+    tuned = [Run("tuning", "1M", recipe, 0, 1e-3, base_lr=3e-3) for recipe in ("qfp8", "qfp4")]
+    file = tmp_path / "evidence.json"
+    evidence.run(file, tmp_path / "runs", 10, 1, lambda found: [base])
+    before = json.loads(file.read_text())
+    data = evidence.run(file, tmp_path / "elsewhere", 10, 1, lambda found: tuned)
+    assert list(data["evidence"]) == [run.key for run in (base, *tuned)]
+    assert data["evidence"][base.key] == before["evidence"][base.key]
+    assert [call["cpu"] for call in data["calls"]] == [data["environment"]["cpu"]] * 2
+
+
 def test_some_runs_of_a_study_are_run_again_and_compared(small: None, in_threads: None, tmp_path: Path) -> None:
     wanted = [Run("scratch", "1M", recipe, seed, 3e-3) for seed in range(2) for recipe in ("bf16", "fp8-current")]
     tuned = Run("tuning", "1M", "qfp8", 0, 1e-3, base_lr=3e-3)
