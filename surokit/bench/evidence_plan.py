@@ -50,14 +50,15 @@ OF_TASKS = ("task", "retaught")
 #: How many seeds each size has, which twelve hours on two cores allow; `plan` says what they decide.
 SEEDS = {"1M": 12, "3M": 4, "8M": 3}
 SWITCHED = "fp4 then fp4(forward=bf16) at 0.82"
-#: bf16 once more, with other draws of stochastic rounding: what a gap of nothing looks like.
+#: bf16 once more, with other draws of stochastic rounding: what a gap of nothing looks like, and half of what others are compared
+#: with.
 CONTROL = "bf16 again"
 FROM_SCRATCH = ("bf16", CONTROL, "fp8-current", "mxfp8", "fp4", SWITCHED, "quartet-ii")
 #: Frozen weights, under an adapter of rank 16, "loftq" where it begins with the quantization error; against bf16 with an adapter.
 FROZEN = ("bf16+lora", "qfp8", "qfp4", "qnf4", "qfp8 loftq", "qfp4 loftq", "qnf4 loftq")
 #: Recipes that are not trained at every size, and those with fewer seeds: what they would take is most of the study's hours.
 ONLY_AT = {CONTROL: ("1M",), "quartet-ii": ("1M",), "mxfp8": ("1M", "3M"), **dict.fromkeys(FROZEN[-3:], ("1M", "3M"))}
-SEEDS_OF = {"quartet-ii": 3, "fp4": 8, SWITCHED: 8, **dict.fromkeys(FROZEN, 6)}
+SEEDS_OF = {"quartet-ii": 3, "fp4": 8, SWITCHED: 8, **dict.fromkeys(FROZEN, 3)}
 #: Where the gap of fp4 comes from: one product at a time, all products of one kind of layer, and no last blocks in bf16.
 ALONE = (
     "fp4(grad_input=bf16, grad_weight=bf16)",
@@ -177,14 +178,14 @@ def plan(earlier: Mapping[str, Any], pilot: Mapping[str, Any]) -> list[dict[str,
     seeds of 1M, by gaps and spreads of an earlier study.
 
     earlier: recipes.json. pilot: evidence-pilot.json, runs of 1M that differ in nothing but the draws of stochastic rounding, from
-    which the spread of a gap from scratch follows: that of two such runs.
+    which the spread of a gap from scratch follows: that of one such run to the mean of two, bf16 and its twin.
     """
     rows = []
     alike: dict[tuple[float, float], list[float]] = {}
     for run in pilot["runs"]:
         alike.setdefault((run["lr"], run["floor"]), []).append(loss_at({"kind": "scratch", **run}))
     off = [loss / statistics.mean(losses) - 1 for losses in alike.values() for loss in losses]
-    drawn = math.sqrt(2 * sum(each**2 for each in off) / (len(off) - len(alike)))
+    drawn = math.sqrt((1 + 1 / 2) * sum(each**2 for each in off) / (len(off) - len(alike)))
     for name, gate in GATES.items():
         known = "fp4" if name in (SWITCHED, "quartet-ii") else name.removesuffix(" loftq")
         base = "bf16-lora" if known.startswith("q") else "bf16"

@@ -9,10 +9,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from surokit.bench.evidence_plan import (
     ABLE,
+    CONTROL,
     FROZEN,
     GATES,
     OF_TEXTS,
@@ -40,28 +42,34 @@ TRAINED = {"scratch": "from scratch", "tuning": "fine-tuned", "alone": "one thin
 def gaps(
     data: Mapping[str, Any], kind: str, size: str, recipe: str, step: int | None = None, text: str | None = None
 ) -> list[float]:
-    """Return the relative gap of the held-out loss to the baseline, of every seed that has both runs.
+    """Return the relative gap of the held-out loss to the baseline's mean, of every seed that has both.
 
     step: of the training, one of the curve's; None for the last. text: one of TEXTS; None for the mean over them.
     """
-    pairs = _paired(data, kind, size, recipe)
-    return [loss_at(own, step, text) / loss_at(base, step, text) - 1 for own, base in pairs]
+    return [
+        loss_at(own, step, text) / statistics.mean(loss_at(base, step, text) for base in baselines) - 1
+        for own, baselines in _compared(data, kind, size, recipe)
+    ]
 
 
-def _paired(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, Any]]:
-    """Return a recipe's run and its baseline's, of a size or a task, for every seed that has both."""
-    found, pairs = data["evidence"], []
+def _compared(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, list[Any]]]:
+    """Return a recipe's run and the baseline's, of a size or a task, for every seed that has both: with bf16's twin, where that is
+    trained, since the mean of two is less uncertain."""
+    found, compared = data["evidence"], []
     for seed in range(max(*SEEDS.values(), TASK_SEEDS)):
         own = at_its_rate(found, kind, of, recipe, seed)
         base = baseline_run(found, kind, of, recipe, seed)
         if own and base and {own.key, base.key} <= found.keys():
-            pairs.append((found[own.key], found[base.key]))
-    return pairs
+            twins = [replace(base, recipe=CONTROL)] if base.kind == "scratch" and recipe != CONTROL else []
+            beside = [base, *(twin for twin in twins if twin.key in found)]
+            compared.append((found[own.key], [found[run.key] for run in beside]))
+    return compared
 
 
 def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
     """Return how much more of a task a recipe gets right than its baseline at the end, as a share, of every seed that has both."""
-    return [own["curve"][-1][-1] - base["curve"][-1][-1] for own, base in _paired(data, kind, task, recipe)]
+    compared = _compared(data, kind, task, recipe)
+    return [own["curve"][-1][-1] - base["curve"][-1][-1] for own, (base,) in compared]
 
 
 def steps_to(found: Mapping[str, Any], accuracy: float) -> int | None:

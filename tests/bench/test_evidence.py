@@ -264,6 +264,15 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
     assert alone["verdict"] == "undecided"
 
 
+def test_a_gap_is_to_the_mean_of_bf16_and_its_twin() -> None:
+    fp4, twin = [0.01, 0.02, 0.0, 0.01], [0.002, -0.004, 0.0, 0.002]
+    assert evidence_table.gaps(result_of({"fp4": fp4}), "scratch", "1M", "fp4") == pytest.approx(fp4)
+    both = result_of({"fp4": fp4, evidence_plan.CONTROL: twin})
+    to_the_mean = [(1 + mine) / (1 + other / 2) - 1 for mine, other in zip(fp4, twin, strict=True)]
+    assert evidence_table.gaps(both, "scratch", "1M", "fp4") == pytest.approx(to_the_mean)
+    assert evidence_table.gaps(both, "scratch", "1M", evidence_plan.CONTROL) == pytest.approx(twin)
+
+
 def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
     earlier, pilot = MEASUREMENTS / "recipes.json", MEASUREMENTS / "evidence-pilot.json"
     data = evidence_plan.write_plan(earlier, pilot, tmp_path / "plan.json")
