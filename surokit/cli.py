@@ -589,7 +589,10 @@ def _race_again(of: Path, folder: Path) -> Reproduction:
         )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
-    if main([*without_options(then.command, "--run-dir", "--plot"), "--run-dir", str(folder)]):
+    status = main([*without_options(then.command, "--run-dir", "--plot"), "--run-dir", str(folder)])
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
         raise ValueError("The race did not run to its end, so there is nothing to compare.")
     return compare_races(then, Race.load(folder))
 

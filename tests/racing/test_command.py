@@ -151,6 +151,8 @@ def test_an_interrupted_command_says_what_can_be_done(tmp_path, capsys, monkeypa
         assert "run()" not in where
     assert cli.main(command) == 130
     assert "Without --run-dir nothing of it was kept" in capsys.readouterr().out
+    assert cli.main(["reproduce", str(tmp_path / "race"), "--run-dir", str(tmp_path / "again")]) == 130
+    assert "surokit: interrupted" in capsys.readouterr().err
 
 
 def test_errors_are_one_line(capsys, monkeypatch, text):
