@@ -255,8 +255,8 @@ def _of_keeping(model: nn.Module) -> str:
 def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     """Compute with another recipe's products inside the `with`; weights do not move and no history is touched.
 
-    `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are. Of a recipe that
-    changes in mid-run it takes the first part, as `apply` does.
+    `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are. Of a recipe
+    that changes in mid-run it takes the first part, as `apply` does.
     """
     check_module(model, "precision")
     check_taken_over(model, "precision")

@@ -10,24 +10,18 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 # -ffp-contract=off: a fused product and sum would round once where torch rounds twice
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-)
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC", "-pthread")
+FOR_THIS_CPU = ("-march=native",)  # which some compilers do not know
 COMPILERS = ("c++", "g++", "clang++")
 PATIENCE_S = 120
 
@@ -43,46 +37,66 @@ class Built:
 @cache
 def built(stem: str) -> Built:
     """Return the library of kernels/cpu/<stem>.cpp. The first call on a machine builds it, which takes seconds."""
-    name = f"kernels/cpu/{stem}.cpp"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
-    if compiler is None:
-        return Built(None, f"there is no C++ compiler for {name}: install g++ or clang++, and start again")
+    name, failed = f"kernels/cpu/{stem}.cpp", ""
+    for compiler in _compilers():
+        for flags in ((*FLAGS, *FOR_THIS_CPU), FLAGS):
+            try:
+                library = _loaded(Path(__file__).with_name(f"{stem}.cpp"), compiler, flags)
+                return Built(library, f"{name}, built for this CPU")
+            except Exception as error:  # whatever goes wrong in a compiler or a file system, there is the reference
+                failed = failed or f"{name} could not be built ({gist(error)})"
+    return Built(None, failed or f"there is no C++ compiler for {name}: install g++ or clang++, and start again")
+
+
+def _compilers() -> Iterator[list[str]]:
+    """Yield the commands of the compilers here: that which CXX names, or those that are usual."""
+    for command in [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS:
+        first, *more = shlex.split(command)
+        if path := shutil.which(first):
+            yield [path, *more]
+
+
+def _loaded(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
+    """Return the library, built where it is not there, and once more where it cannot be loaded."""
+    path = _path(source, compiler, flags)
     try:
-        return Built(
-            ctypes.CDLL(str(_compiled(Path(__file__).with_name(f"{stem}.cpp"), compiler))),
-            f"{name}, built for this CPU",
-        )
-    except Exception as error:  # whatever goes wrong in a compiler or a file system, there is the reference
-        return Built(None, f"{name} could not be built ({gist(error)})")
+        if path.stat().st_uid == os.getuid():  # nobody else's code is run
+            return ctypes.CDLL(str(path))
+    except OSError:
+        pass
+    _compile(source, compiler, flags, path)
+    return ctypes.CDLL(str(path))
 
 
-def _compiled(source: Path, compiler: str) -> Path:
-    """Return the path of what was built of a source. Processes that build the same together each put a whole file there."""
-    text = source.read_bytes()
-    made_for = "\n".join((compiler, *FLAGS, platform.machine(), _processor()))
-    name = f"{source.stem}-{hashlib.blake2b(text + made_for.encode(), digest_size=12).hexdigest()}.so"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "surokit_cpu"
-    if (path := folder / name).exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        new = Path(scratch) / name
-        done = subprocess.run(
-            [compiler, *FLAGS, str(source), "-o", str(new)], capture_output=True, text=True, timeout=PATIENCE_S
-        )
+def _path(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> Path:
+    """Return where the library lies that this compiler makes of the source for this processor."""
+    program = Path(compiler[0]).resolve().stat()
+    made_for = (*compiler, program.st_size, program.st_mtime_ns, *flags, platform.machine(), _processor())
+    name = hashlib.blake2b(source.read_bytes() + repr(made_for).encode(), digest_size=12).hexdigest()
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache_folder}/torch_extensions"
+    return Path(folder).expanduser() / "surokit_cpu" / f"{source.stem}-{name}.so"
+
+
+def _compile(source: Path, compiler: Sequence[str], flags: Sequence[str], path: Path) -> None:
+    """Build a library. Processes that do it together each put a whole file there."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        new = Path(scratch) / path.name
+        command = [*compiler, *flags, str(source), "-o", str(new)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         if done.returncode:
-            raise RuntimeError(f"{compiler} failed:\n{done.stderr}")
+            raise RuntimeError(f"{compiler[0]} failed:\n{done.stderr}")
         new.replace(path)
-    return path
 
 
 def _processor() -> str:
-    """Return what tells kinds of processors apart: the instructions that they have, where the system says so."""
+    """Return what tells kinds of processors apart: the instructions that they have, where the system says so, else the machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+        return platform.node()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.node())
 
 
 def gist(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""Call the functions of quantize.cpp with tensors."""
+"""Call the functions of quantize.cpp with tensors, of which it knows the addresses only: what it is not made for is left to the
+reference."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from .build import built
 
 SOURCE = "quantize"
-FLOATS = (torch.bfloat16, torch.float32)
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _MATRIX = (_P, _I, _L, _L)  # its address, whether it is float32, M and K
 _ARGUMENTS = {
@@ -33,9 +33,20 @@ def why(device: torch.device) -> tuple[bool, str]:
     return found.library is not None, found.why
 
 
-def takes(x_MK: Tensor) -> bool:
-    """Return whether the C++ can be given this matrix: what is of another dtype or holds nothing is left to the reference."""
-    return x_MK.dtype in FLOATS and x_MK.numel() > 0 and built(SOURCE).library is not None
+def takes(x_MK: Tensor, key: Tensor | None = None) -> bool:
+    """Return whether the C++ takes this matrix, and a key for stochastic rounding."""
+    drawn = key is None or (is_on_cpu(key, torch.int32, (2,)) and key.is_contiguous())
+    floats = x_MK.dtype in (torch.bfloat16, torch.float32)
+    return floats and is_on_cpu(x_MK, x_MK.dtype) and x_MK.ndim == 2 and x_MK.numel() > 0 and drawn and is_built()
+
+
+def is_built() -> bool:
+    return built(SOURCE).library is not None
+
+
+def is_on_cpu(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> bool:
+    """Return whether a tensor lies in the CPU's memory, with this dtype and shape."""
+    return x.device.type == "cpu" and x.dtype == dtype and shape in (None, tuple(x.shape))
 
 
 def call_with(x_MK: Tensor, function: str, *arguments: Any) -> bool:
@@ -44,7 +55,7 @@ def call_with(x_MK: Tensor, function: str, *arguments: Any) -> bool:
 
 
 def call(function: str, *arguments: Any) -> bool:
-    """Call a function, tensors going by their addresses; return whether it could do it."""
+    """Call a function, contiguous tensors going by their addresses; return whether it could do it."""
     given = (each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
     return not _function(function)(*given, torch.get_num_threads())
 

@@ -1,7 +1,8 @@
 // Quantize and decode on a CPU, each in one pass: the formulas of kernels/reference, with the same roundings in the same order.
 //
 // Plain C functions over contiguous rows, compiled without contracting products and sums, so that every operation rounds as
-// torch's does. Each returns 0; or 1 where it met what is not finite, and the definition has to say what that becomes.
+// torch's does. Each returns 0; or 1 where it met what is not finite, and the definition has to say what that becomes; or 2 where
+// there is no memory.
 //
 // M rows, K columns, blocks of `rows` x 16 (NVFP4) or 1 x 32 (MX). x is bfloat16 (two bytes) or float32.
 
@@ -11,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -93,17 +95,39 @@ inline float clamped(float y, float largest) { return std::min(std::max(y, -larg
 template <class Rows>
 void shared(int64_t rows, int64_t elements, int threads, const Rows& work) {
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>({threads, rows, elements >> 17}));
+  std::atomic<bool> failed{false};
+  const auto do_part = [&](int64_t part) {
+    try {
+      work(rows * part / parts, rows * (part + 1) / parts);
+    } catch (...) {
+      failed = true;
+    }
+  };
   std::vector<std::thread> others;
-  for (int64_t part = 1; part < parts; ++part)
-    others.emplace_back([&, part] { work(rows * part / parts, rows * (part + 1) / parts); });
-  work(0, rows / parts);
+  int64_t begun = 1;
+  try {
+    for (; begun < parts; ++begun) others.emplace_back(do_part, begun);
+  } catch (...) {  // no more threads are to be had: the rest is done here
+  }
+  do_part(0);
+  for (; begun < parts; ++begun) do_part(begun);
   for (auto& other : others) other.join();
+  if (failed) throw std::bad_alloc();
+}
+
+template <class Function>
+int tried(const Function& function) {
+  try {
+    return function();
+  } catch (...) {
+    return 2;
+  }
 }
 
 template <class T>
-inline uint32_t largest_of(const T* x, int n) {
+inline uint32_t largest_of(const T* x, int64_t n) {
   uint32_t most = 0;
-  for (int j = 0; j < n; ++j) most = std::max(most, magnitude(x[j]));
+  for (int64_t j = 0; j < n; ++j) most = std::max(most, magnitude(x[j]));
   return most;
 }
 
@@ -148,7 +172,7 @@ inline void pack(const uint8_t* __restrict codes, int64_t n, uint8_t* __restrict
   for (int64_t j = 0; j < n / 2; ++j) {
     uint16_t both;
     std::memcpy(&both, codes + 2 * j, 2);
-    out[j] = uint8_t(both | both >> 4);  // little-endian, as every processor that torch is built for
+    out[j] = uint8_t(both | both >> 4);  // little-endian, as the definition takes it
   }
   if (n % 2) out[n / 2] = codes[n - 1];
 }
@@ -275,8 +299,12 @@ int quantize_nv(const T* x, int64_t M, int64_t K, int64_t rows, float bound, flo
   if (how >= FOUR_OVER_SIX_SQUARED)
     choose_scales(x, M, K, rows, amaxes.data(), encode, of_all, how == FOUR_OVER_SIX_SQUARED, rounded.data(), threads);
   else
-    for (int64_t t = 0; t < tiles; ++t) rounded[t] = E4M3::rounded(std::min(as_float(amaxes[t]) * per_amax, 448.0f));
-  for (int64_t t = 0; t < tiles; ++t) factors[t] = factor_of(rounded[t], decode);
+    shared(tiles, M * K, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) rounded[t] = E4M3::rounded(std::min(as_float(amaxes[t]) * per_amax, 448.0f));
+    });
+  shared(tiles, M * K, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) factors[t] = factor_of(rounded[t], decode);
+  });
   encode_tiles<E2M1>(x, M, K, rows, 16, factors.data(), 6.0f, how == EDEN ? nullptr : key, out, threads);
   if (how == EDEN) correct_scales(x, tiles, encode, out, key, rounded.data(), threads);
   for (int64_t t = 0; t < tiles; ++t) scales[t] = uint8_t(E4M3::code(rounded[t]));
@@ -333,11 +361,17 @@ template <class F, class T>
 int dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, const uint8_t* scales, T* out, int threads) {
   const int64_t C = (K + 31) / 32, bytes = F::nibbles ? (K + 1) / 2 : K;
   if (std::count(scales, scales + M * C, 255)) return 1;
-  if (!F::nibbles && std::any_of(codes, codes + M * K, [](uint8_t code) { return (code & 0x7f) >= F::not_finite; })) return 1;
-  shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
+  std::atomic<bool> finite{true};
+  shared(M, M * K, threads, [=, &finite](int64_t begin, int64_t end) {
     std::vector<uint8_t> unpacked(F::nibbles ? 2 * bytes : 0);
     for (int64_t i = begin; i < end; ++i) {
       const uint8_t* row = codes + i * bytes;
+      uint8_t most = 0;
+      for (int64_t k = 0; k < (F::nibbles ? 0 : K); ++k) most = std::max<uint8_t>(most, row[k] & 0x7f);
+      if (most >= F::not_finite) {
+        finite = false;
+        return;
+      }
       if (F::nibbles) {
         unpack(row, bytes, unpacked.data());
         row = unpacked.data();
@@ -353,64 +387,11 @@ int dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, const uint8_t* sca
       }
     }
   });
-  return 0;
-}
-
-}  // namespace
-
-extern "C" {
-
-int surokit_amax(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, uint32_t* out, int threads) {
-  if (wide)
-    amax(static_cast<const float*>(x), M, K, rows, columns, out, threads);
-  else
-    amax(static_cast<const uint16_t*>(x), M, K, rows, columns, out, threads);
-  return 0;
-}
-
-// factors [R, C] multiply x before the cast; bits: 4 for E4M3, 5 for E5M2, of exponent
-int surokit_encode(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, const float* factors, int bits,
-                   const int32_t* key, uint8_t* out, int threads) {
-  const auto encode = [&](auto* x) {
-    if (bits == 4)
-      encode_tiles<E4M3>(x, M, K, rows, columns, factors, 448.0f, key, out, threads);
-    else
-      encode_tiles<E5M2>(x, M, K, rows, columns, factors, 57344.0f, key, out, threads);
-  };
-  wide ? encode(static_cast<const float*>(x)) : encode(static_cast<const uint16_t*>(x));
-  return 0;
-}
-
-int surokit_quantize_nv(const void* x, int wide, int64_t M, int64_t K, int64_t rows, float bound, float per_reach,
-                        const float* given, const int32_t* key, int how, uint8_t* out, uint8_t* scales, float* scale,
-                        int threads) {
-  const auto quantize = [&](auto* x) {
-    return quantize_nv(x, M, K, rows, bound, per_reach, given, key, how, out, scales, scale, threads);
-  };
-  return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x));
-}
-
-// format: 0 E2M1, 1 E4M3, 2 E5M2; rule: 0 rceil, 1 floor, 2 even
-int surokit_quantize_mx(const void* x, int wide, int64_t M, int64_t K, int format, int rule, const int32_t* key, uint8_t* out,
-                        uint8_t* scales, int threads) {
-  const auto quantize = [&](auto* x) { return quantize_mx(x, M, K, format, rule, key, out, scales, threads); };
-  return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x));
-}
-
-// q times its block's scale, rounded to float32 or bfloat16
-int surokit_dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, int format, const uint8_t* scales, void* out, int wide,
-                          int threads) {
-  const auto dequantize = [&](auto* out) {
-    return format == 0   ? dequantize_mx<E2M1>(codes, M, K, scales, out, threads)
-           : format == 1 ? dequantize_mx<E4M3>(codes, M, K, scales, out, threads)
-                         : dequantize_mx<E5M2>(codes, M, K, scales, out, threads);
-  };
-  return wide ? dequantize(static_cast<float*>(out)) : dequantize(static_cast<uint16_t*>(out));
+  return finite ? 0 : 1;
 }
 
 // q times its block's scale, exactly, in bfloat16
-int surokit_factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const uint8_t* scales, uint16_t* out,
-                       int threads) {
+int factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const uint8_t* scales, uint16_t* out, int threads) {
   const int64_t R = (M + rows - 1) / rows, C = (K + 15) / 16, bytes = (K + 1) / 2;
   for (int64_t t = 0; t < R * C; ++t)
     if ((scales[t] & 0x7f) == 0x7f) return 1;
@@ -429,6 +410,63 @@ int surokit_factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows,
     }
   });
   return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int surokit_amax(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, uint32_t* out, int threads) {
+  const auto take = [&](auto* x) {
+    amax(x, M, K, rows, columns, out, threads);
+    return 0;
+  };
+  return tried([&] { return wide ? take(static_cast<const float*>(x)) : take(static_cast<const uint16_t*>(x)); });
+}
+
+// factors [R, C] multiply x before the cast; bits: 4 for E4M3, 5 for E5M2, of exponent
+int surokit_encode(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, const float* factors, int bits,
+                   const int32_t* key, uint8_t* out, int threads) {
+  const auto encode = [&](auto* x) {
+    if (bits == 4)
+      encode_tiles<E4M3>(x, M, K, rows, columns, factors, 448.0f, key, out, threads);
+    else
+      encode_tiles<E5M2>(x, M, K, rows, columns, factors, 57344.0f, key, out, threads);
+    return 0;
+  };
+  return tried([&] { return wide ? encode(static_cast<const float*>(x)) : encode(static_cast<const uint16_t*>(x)); });
+}
+
+int surokit_quantize_nv(const void* x, int wide, int64_t M, int64_t K, int64_t rows, float bound, float per_reach,
+                        const float* given, const int32_t* key, int how, uint8_t* out, uint8_t* scales, float* scale,
+                        int threads) {
+  const auto quantize = [&](auto* x) {
+    return quantize_nv(x, M, K, rows, bound, per_reach, given, key, how, out, scales, scale, threads);
+  };
+  return tried([&] { return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x)); });
+}
+
+// format: 0 E2M1, 1 E4M3, 2 E5M2; rule: 0 rceil, 1 floor, 2 even
+int surokit_quantize_mx(const void* x, int wide, int64_t M, int64_t K, int format, int rule, const int32_t* key, uint8_t* out,
+                        uint8_t* scales, int threads) {
+  const auto quantize = [&](auto* x) { return quantize_mx(x, M, K, format, rule, key, out, scales, threads); };
+  return tried([&] { return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x)); });
+}
+
+// q times its block's scale, rounded to float32 or bfloat16
+int surokit_dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, int format, const uint8_t* scales, void* out, int wide,
+                          int threads) {
+  const auto dequantize = [&](auto* out) {
+    return format == 0   ? dequantize_mx<E2M1>(codes, M, K, scales, out, threads)
+           : format == 1 ? dequantize_mx<E4M3>(codes, M, K, scales, out, threads)
+                         : dequantize_mx<E5M2>(codes, M, K, scales, out, threads);
+  };
+  return tried([&] { return wide ? dequantize(static_cast<float*>(out)) : dequantize(static_cast<uint16_t*>(out)); });
+}
+
+int surokit_factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const uint8_t* scales, uint16_t* out,
+                       int threads) {
+  return tried([&] { return factors_nv(codes, M, K, rows, scales, out, threads); });
 }
 
 }

@@ -8,7 +8,8 @@ A run is one model trained by one recipe: those of a seed start from the same we
 order in which the file says something early: seed by seed, the sweep of a size before its first. Each writes its checkpoint as it
 goes, in --folder, so that the same command goes on in the middle of a run; what is done is in --out at once. A recipe that changes
 in mid-run goes on from the run of its first part, bit for bit what it would have computed by itself. Checkpoints may be lost
-between two calls: a model that an adapter needs is trained again then, and what the file says of it stays.
+between two calls: a model that an adapter needs is trained again then, and what the file says of it stays. Where it comes out
+another, as on another processor, the other adapters over it are trained again too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from surokit.bench.evidence_plan import (
     Run,
     loss_at,
     recipe_of,
+    run_of,
     runs,
     task_of,
 )
@@ -159,6 +161,7 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
     model = sk.Decoder(config, dtype=torch.bfloat16)
     if run.base is not None:
         trained = sk.Session.resume(folder / run.base.folder, data=texts_of(run.base)[0])
+        assert trained.steps == run.base.steps, f"{run.base.key} has not ended, and {run.key} goes on from its end"
         model.load_state_dict(trained.model.state_dict())
     return sk.Session(
         model,
@@ -227,8 +230,20 @@ def _add_seconds(folder: Path, seconds: float) -> float:
 
 
 def _first(run: Run, folder: Path) -> Run:
-    """Return the run, or the one below it where that has no checkpoint any more."""
-    return run.base if run.base is not None and not checkpoint_in(folder / run.base.folder) else run
+    """Return the run, or the one below it where that has no checkpoint of its end any more."""
+    return run.base if run.base is not None and not _has_ended(run.base, folder) else run
+
+
+def _has_ended(run: Run, folder: Path) -> bool:
+    from surokit.train import checkpoint_files
+
+    last = checkpoint_files.latest(folder / run.folder / "checkpoints")
+    return last is not None and last.step == run.steps
+
+
+def _over(book: Book, base: Run) -> list[str]:
+    """Return the keys of what was trained on top of a run."""
+    return [key for key, found in book.found.items() if run_of(found).base == base]
 
 
 def run(
@@ -262,8 +277,13 @@ def run(
                 break
             for future in wait(going, return_when=FIRST_COMPLETED).done:
                 ended, found = going.pop(future), future.result()
-                if found is not None and ended.key not in book:
+                if found is None:
+                    continue
+                if ended.key in book:  # trained again for what comes on top of it, all of which shares one base
+                    same = found["held_out"] == book[ended.key]["held_out"]
+                    book.forget(*([] if same else _over(book, ended)))
+                else:
                     book.put(ended.key, found)
-                    print(f"{ended.key}: {found['held_out']:.4f}, {found['cpu_s']:,.0f} s", file=sys.stderr, flush=True)
+                print(f"{ended.key}: {found['held_out']:.4f}, {found['cpu_s']:,.0f} s", file=sys.stderr, flush=True)
     book.end(f"{len(left)} runs that can begin now are left." if left else "")
     return book.data

@@ -6,12 +6,11 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from surokit.bench import evidence
-from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, baseline_of, baseline_run
+from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, baseline_of, baseline_run, run_of
 from surokit.bench.evidence_table import gaps
 from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
 from surokit.statistics import Interval, paired_gap, student_t
@@ -56,16 +55,12 @@ def _read(file: Path) -> dict[str, Any]:
         if not isinstance(data["settings"], dict) or not isinstance(data["environment"], dict):
             raise TypeError
         for run in data["evidence"].values():
-            _run_of(run), run["held_out"]
+            run_of(run), run["held_out"]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"{file} is no raw file of the study: give what `python -m surokit.bench evidence` wrote, or the folder of a race."
         ) from None
     return data
-
-
-def _run_of(found: Mapping[str, Any]) -> Run:
-    return Run(**{field.name: found[field.name] for field in fields(Run)})
 
 
 def _is_again(file: Path) -> bool:
@@ -75,9 +70,9 @@ def _is_again(file: Path) -> bool:
 def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
     """Return the runs whose names contain `only`, each behind the run below it and the one it is compared with."""
     chosen: dict[Run, None] = {}
-    for run in (_run_of(found[key]) for key in found if only in key):
+    for run in (run_of(found[key]) for key in found if only in key):
         beside = baseline_run(found, run.kind, run.size, run.recipe, run.seed)
-        baseline = _run_of(found[beside.key]) if beside and beside.key in found else None
+        baseline = run_of(found[beside.key]) if beside and beside.key in found else None
         chosen |= dict.fromkeys(each for each in (run.base, baseline, run) if each)
     return list(chosen)
 

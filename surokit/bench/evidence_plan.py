@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,11 @@ class Run:
     @property
     def folder(self) -> str:
         return hashlib.blake2b(f"{self}".encode(), digest_size=8).hexdigest()
+
+
+def run_of(found: Mapping[str, Any]) -> Run:
+    """Return the run of which a raw file says this."""
+    return Run(**{field.name: found[field.name] for field in fields(Run)})
 
 
 def plan(earlier: Mapping[str, Any], pilot: Mapping[str, Any]) -> list[dict[str, Any]]:

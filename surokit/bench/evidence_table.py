@@ -206,10 +206,10 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
 
 def _processors(data: Mapping[str, Any]) -> list[str]:
     """Return the line that says on which processors runs were made; none where it was one."""
-    calls = [data["environment"], *data.get("calls", [])]
-    names = dict.fromkeys(", ".join(str(call[key]) for key in PROCESSOR if call.get(key)) for call in calls)
-    found = [name for name in names if name]
-    return [f"Runs were made on {' and on '.join(found)}."] * (len(found) > 1)
+    first, calls = data["environment"], data.get("calls", [])
+    made = ({**first, **(calls[run["call"]] if calls else {})} for run in data["evidence"].values())
+    names = dict.fromkeys(", ".join(str(call[key]) for key in PROCESSOR if call.get(key)) for call in made)
+    return [f"Runs were made on {' and on '.join(names)}."] * (len(names) > 1)
 
 
 def _mean(row: Mapping[str, Any]) -> str:

@@ -535,26 +535,31 @@ def cpu(shape: tuple[int, int], notes: list[str]) -> Iterator[Kernel]:
         # the scales may differ in their last bit, and a few codes with them
         same = bits(torchao, lambda: quantize.quantize(x, E4M3)[0])
         yield Kernel(baseline, torchao, same, 1e-3, TORCHAO, nbytes=5.0 * x.numel())
+    K, key = x.shape[1], torch.tensor([12345, -678], dtype=torch.int32)
     quantizers: dict[str, tuple[float, Callable[..., Any], tuple[Any, ...]]] = {
-        current: (5, quantize.quantize, (E4M3,)),
-        "FP8 per row": (3, quantize.quantize, (E4M3, 1, 0, True, None, 1e-12)),
-        "FP8 1x128": (3, quantize.quantize, (E4M3, 1, 128, True)),
-        "FP8 128x128": (3, quantize.quantize, (E4M3, 128, 128, True)),
-        "MXFP8": (3 + 1 / 32, mx.quantize, (E4M3, "rceil")),
-        "MXFP4": (2.5 + 1 / 32, mx.quantize, (E2M1, "even")),
-        "NVFP4 1x16": (4.5 + 1 / 16, nvfp4.quantize, (1,)),
-        "NVFP4 16x16": (4.5 + 1 / 256, nvfp4.quantize, (16,)),
-        "NVFP4 1x16, four over six": (4.5 + 1 / 16, nvfp4.quantize, (1, "mse")),
-        "NF4": (2.5 + 1 / 16, nf4.quantize, ()),
+        current: (5, quantize.quantize, (x, E4M3)),
+        "FP8 per row": (3, quantize.quantize, (x, E4M3, 1, 0, True, None, 1e-12)),
+        "FP8 1x128": (3, quantize.quantize, (x, E4M3, 1, 128, True)),
+        "FP8 128x128": (3, quantize.quantize, (x, E4M3, 128, 128, True)),
+        "MXFP8": (3 + 1 / 32, mx.quantize, (x, E4M3, "rceil")),
+        "MXFP8, decoded": (3 + 1 / 32, mx.dequantize, (*mx.quantize(x, E4M3, "rceil"), K, E4M3, torch.bfloat16)),
+        "MXFP4": (2.5 + 1 / 32, mx.quantize, (x, E2M1, "even")),
+        "NVFP4 1x16": (4.5 + 1 / 16, nvfp4.quantize, (x, 1)),
+        "NVFP4 1x16, stochastic": (4.5 + 1 / 16, nvfp4.quantize, (x, 1, None, None, key)),
+        "NVFP4 16x16": (4.5 + 1 / 256, nvfp4.quantize, (x, 16)),
+        "NVFP4 1x16, four over six": (4.5 + 1 / 16, nvfp4.quantize, (x, 1, "mse")),
+        "NVFP4 1x16, MS-EDEN": (4.5 + 1 / 16, nvfp4.quantize_eden, (x, 128, key, key)),
+        "NVFP4 1x16, decoded": (2.5 + 1 / 16, nvfp4.factors, (*nvfp4.quantize(x, 1)[:2], 1, K)),
+        "NF4": (2.5 + 1 / 16, nf4.quantize, (x,)),
     }
     for name, (size, function, given) in quantizers.items():
         nbytes = size * x.numel()
-        defined = partial(function, x, *given)
+        defined = partial(function, *given)
         beside: dict[str, Any] = {"against": baseline, "gate": TORCHAO_GATE} if baseline and name == current else {}
         yield Kernel(name, defined, backend="reference", nbytes=nbytes, **beside)
         served = serving(function, device)
         if served.folder != "reference":
-            ours = partial(served.function, x, *given)
+            ours = partial(served.function, *given)
             yield Kernel(f"{name}, C++", ours, bits(ours, defined), backend=served.folder, nbytes=nbytes, against=name)
 
 

@@ -128,6 +128,9 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return None, "" if error.name == name else f"{folder} cannot be loaded here ({error})"
+    form = getattr(module, function, None)
+    if form is None:
+        return None, ""
     needs = getattr(module, "NEEDS", KERNELS_FROM)
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
         return None, f"kernels/{folder}/{file} needs compute capability {needs[0]}.{needs[1]}"
@@ -137,7 +140,7 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
         served, reason = module.why(device)
         if not served:
             return None, reason
-    return getattr(module, function, None), ""
+    return form, ""
 
 
 @cache

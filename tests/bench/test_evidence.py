@@ -343,6 +343,44 @@ def test_a_model_whose_checkpoint_was_lost_is_trained_again_for_its_adapters(
     assert [call["cpu"] for call in data["calls"]] == [data["environment"]["cpu"]] * 2
 
 
+def test_adapters_wait_for_the_end_of_a_base_that_is_trained_again(
+    small: None, in_threads: None, tmp_path: Path
+) -> None:
+    base = Run("scratch", "1M", "bf16", 0, 3e-3)
+    first, second = (Run("tuning", "1M", recipe, 0, 1e-3, base_lr=3e-3) for recipe in ("qfp8", "qfp4"))
+    file = tmp_path / "evidence.json"
+    evidence.run(file, tmp_path / "runs", 10, 1, lambda found: [base, *([first] if base.key in found else [])])
+    assert evidence.train(base, tmp_path / "elsewhere", 0.0) is None  # a few of its steps
+    whole = evidence.run(file, tmp_path / "elsewhere", 10, 1, lambda found: [base, first, second])
+    assert list(whole["evidence"]) == [base.key, first.key, second.key]
+    alone = evidence.train(second, tmp_path / "runs", FOREVER_S)
+    assert alone is not None
+    assert whole["evidence"][second.key]["curve"] == alone["curve"]
+
+    was = json.loads(file.read_text())
+    was["evidence"][base.key]["held_out"] += 1e-3  # as of another processor
+    del was["evidence"][second.key]
+    file.write_text(json.dumps(was))
+    data = evidence.run(file, tmp_path / "third", 10, 1, lambda found: [base, first, second])
+    calls = {key: run["call"] for key, run in data["evidence"].items()}
+    assert calls == {base.key: 0, first.key: 2, second.key: 2}  # both adapters are over the new base
+
+
+def test_the_table_names_the_processors_of_its_runs() -> None:
+    data = result_of({"fp4": [0.01, 0.02, 0.0, 0.01]})
+    for i, run in enumerate(data["evidence"].values()):
+        run["call"] = i % 2
+    calls = [{}, {"cpu": "Other", "cpu_vectors": "AVX512", "cpu_bf16": None}, {"cpu": "Third"}]
+    data |= {
+        "environment": {**data["environment"], "cpu": "One", "cpu_vectors": "AVX2", "cpu_bf16": None},
+        "calls": calls,
+    }
+    assert "Runs were made on One, AVX2 and on Other, AVX512." in evidence_table.table(data)
+    for run in data["evidence"].values():
+        run["call"] = 0
+    assert "Runs were made" not in evidence_table.table(data)
+
+
 def test_some_runs_of_a_study_are_run_again_and_compared(small: None, in_threads: None, tmp_path: Path) -> None:
     wanted = [Run("scratch", "1M", recipe, seed, 3e-3) for seed in range(2) for recipe in ("bf16", "fp8-current")]
     tuned = Run("tuning", "1M", "qfp8", 0, 1e-3, base_lr=3e-3)

@@ -1,6 +1,7 @@
 """The C++ for a CPU gives the definitions' codes and scales bit for bit, and where it cannot be built they serve."""
 
 import os
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -27,10 +28,8 @@ FOUR_OVER_SIX = (None, "mse", "mae")
 TILES = [(0, 0), (1, 0), (1, 128), (128, 128), (0, 1), (7, 9)]
 ODD = [NAN, INF, -INF, 3.4e38]  # bfloat16 has no room for the last
 
-needs_a_compiler = pytest.mark.skipif(
-    build.built(library.SOURCE).library is None, reason=build.built(library.SOURCE).why
-)
-pytestmark = needs_a_compiler
+#: Without one, the definitions serve, and are tested elsewhere. Where there is one, all of this has to hold.
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="there is no C++ compiler")
 
 
 def matrix(M: int, K: int, size: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -158,9 +157,103 @@ def test_what_holds_nothing_and_other_dtypes_are_left_to_the_definition(shape):
         same(quantize.quantize(x, FORMATS["e4m3"]), reference.quantize(x, FORMATS["e4m3"]))
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(default):
+    x = matrix(33, 50)
+    theirs = [each() for each in made_of(x)]
+    torch.set_default_dtype(default)
+    try:
+        for ours, expected in zip(made_of(x), theirs, strict=True):
+            same(ours(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def outcome(call, *given, **named):
+    """What a call gives, or the kind of error that it raises."""
+    try:
+        return call(*given, **named)
+    except Exception as error:
+        return type(error)
+
+
+def alike(ours, theirs):
+    """Equal results, or errors of one kind."""
+    if isinstance(theirs, type):
+        assert ours is theirs
+    else:
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        KEY.long(),
+        KEY.short(),
+        torch.stack((KEY, SIGNS), 1)[:, 0],
+        KEY[:1],
+        KEY[None],
+        KEY.float(),
+        torch.cat((KEY, KEY)),
+    ],
+    ids=["int64", "int16", "strided", "one", "matrix", "float32", "four"],
+)
+def test_keys_of_other_forms_do_what_they_do_in_the_definition(key):
+    x, format = matrix(20, 40), FORMATS["e4m3"]
+    alike(outcome(nvfp4.quantize, x, 1, key=key), outcome(nvfp4_reference.quantize, x, 1, key=key))
+    alike(outcome(mx.quantize, x, format, "floor", key), outcome(mx_reference.quantize, x, format, "floor", key))
+    alike(outcome(quantize.quantize, x, format, key=key), outcome(reference.quantize, x, format, key=key))
+    alike(outcome(nvfp4.quantize_eden, x, 32, SIGNS, key), outcome(nvfp4_reference.quantize_eden, x, 32, SIGNS, key))
+
+
+@pytest.mark.parametrize("amax", [[[2.0]], [[NAN]], [[INF]], [[-2.0]], [[0.0]], [[1.0, 2.0]], [], 2.0], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_amaxes_of_other_forms_do_what_they_do_in_the_definition(amax, dtype):
+    x, amax = matrix(20, 40), torch.tensor(amax, dtype=dtype)
+    alike(outcome(nvfp4.quantize, x, 1, amax=amax), outcome(nvfp4_reference.quantize, x, 1, amax=amax))
+    for key in (None, KEY):
+        given = FORMATS["e4m3"], 0, 0, False, amax, 0.0, key
+        alike(outcome(quantize.quantize, x, *given), outcome(reference.quantize, x, *given))
+
+
+def test_codes_and_scales_that_do_not_belong_together_are_no_numbers():
+    """As in a damaged checkpoint: what the definition refuses is refused, and nothing outside of a tensor is read."""
+    x = matrix(32, 64)
+    codes, scales = mx.quantize(x, FORMATS["e4m3"], "floor")
+    for wrong in (
+        (codes, scales[:3], 64, FORMATS["e4m3"]),
+        (codes[:, :40], scales, 64, FORMATS["e4m3"]),
+        (codes, scales.view(torch.uint8), 64, FORMATS["e4m3"]),
+        (codes, scales, 64, FORMATS["e2m1"]),
+    ):
+        alike(outcome(mx.dequantize, *wrong), outcome(mx_reference.dequantize, *wrong))
+    packed, blocks, _ = nvfp4.quantize(x, 1)
+    for other in (
+        (packed, blocks[:2], 1, 64),
+        (packed, blocks, 16, 64),
+        (packed[:, :9], blocks, 1, 64),
+        (packed, blocks, 1, 32),
+    ):
+        alike(outcome(nvfp4.factors, *other), outcome(nvfp4_reference.factors, *other))
+
+
+@pytest.mark.parametrize("rows", [3, 32, 64])
+def test_blocks_of_other_heights_are_left_to_the_definition(rows):
+    x = matrix(64, 64)
+    for error in FOUR_OVER_SIX:
+        alike(outcome(nvfp4.quantize, x, rows, error), outcome(nvfp4_reference.quantize, x, rows, error))
+
+
+def test_where_there_is_no_memory_it_is_not_done():
+    x, bytes_of, scale = matrix(1, 16), torch.empty(8, dtype=torch.uint8), torch.empty(1)
+    huge = 2**56  # rows, for whose scales memory is asked before any is read
+    given = huge, 16, 1, 2688.0, 1 / 6, None, None, 0, bytes_of, bytes_of, scale
+    assert not library.call("quantize_nv", x, 0, *given)
+
+
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_the_number_of_threads_changes_nothing(threads):
-    x = matrix(901, 700)
+    x = matrix(1500, 700)
     before = torch.get_num_threads()
     theirs = [each() for each in made_of(x)]
     torch.set_num_threads(threads)
@@ -207,6 +300,8 @@ def test_nothing_is_written_outside_of_the_results():
 def test_operations_on_a_cpu_take_it():
     served = ops.serving(nvfp4_reference.quantize, torch.device("cpu"))
     assert (served.folder, served.function, served.missed) == ("cpu", nvfp4.quantize, "")
+    for function in kernels.FUSED.values():  # which are taken without asking
+        assert ops.serving(function, torch.device("cpu")).folder == "reference"
     with kernels.only_reference():
         assert ops.serving(nvfp4_reference.quantize, torch.device("cpu")).folder == "reference"
     backends = {choice.op: choice.backend for choice in kernels.choices("cpu")}
@@ -229,6 +324,11 @@ def fresh(monkeypatch, tmp_path):
         cache.cache_clear()
 
 
+BUILD = (
+    "import surokit.kernels; from surokit.kernels.cpu import build; assert build.built('quantize').library is not None"
+)
+
+
 def test_it_is_built_once_for_a_text_and_a_processor(fresh, monkeypatch):
     calls = []
     run = subprocess.run
@@ -248,6 +348,29 @@ def test_it_is_built_once_for_a_text_and_a_processor(fresh, monkeypatch):
     assert build.built("quantize").library is not None
     assert len(calls) == 2
     assert len([each for each in fresh.folder.iterdir() if each != path]) == 1
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again(fresh):
+    subprocess.run([sys.executable, "-c", BUILD], check=True, timeout=120)
+    (path,) = fresh.folder.iterdir()
+    path.write_bytes(b"")
+    assert build.built("quantize").library is not None
+    assert path.stat().st_size > 0
+
+
+def test_a_compiler_may_have_arguments_and_know_less(fresh, monkeypatch, tmp_path):
+    compiler = next(filter(shutil.which, build.COMPILERS))
+    script = tmp_path / "cxx"
+    script.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\n"
+        "assert sys.argv[1] == '-O1'\n"
+        "if '-march=native' in sys.argv: sys.exit('error: unknown option -march=native')\n"
+        f"sys.exit(subprocess.call([{compiler!r}, *sys.argv[1:]]))\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{script} -O1")
+    assert build.built("quantize").library is not None
+    assert len(list(fresh.folder.iterdir())) == 1
 
 
 BROKEN = "import sys; print('one.cpp:3: error: no such thing', file=sys.stderr); sys.exit(1)"
@@ -284,12 +407,8 @@ def mx_of(x):
 
 
 def test_processes_that_build_together_each_find_a_whole_library(tmp_path):
-    program = "from surokit.kernels.cpu import build; assert build.built('quantize').library is not None"
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", f"import surokit.kernels; {program}"], env=environment)
-        for _ in range(2)
-    ]
+    running = [subprocess.Popen([sys.executable, "-c", BUILD], env=environment) for _ in range(2)]
     assert [each.wait(timeout=120) for each in running] == [0, 0]
     assert [path.suffix for path in (tmp_path / "surokit_cpu").iterdir()] == [".so"]
 
