@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from surokit.kernels import OPERATIONS
 from surokit.train.engine import Engine
 from surokit.train.session import Session
 
@@ -65,9 +66,13 @@ class NoReads(TorchDispatchMode):
 
 def _inside(func: Any) -> Callable[..., Any] | None:
     """Our own operations are Python: what they consist of is what happens on a device. What a CPU does its own way stays whole."""
-    key = torch._C.DispatchKey.CompositeExplicitAutograd
     whole = "_cpu" in func.name() or "emulated_mm" in func.name()
-    if func.namespace == "surokit" and not whole and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+    if func.namespace != "surokit" or whole:
+        return None
+    if operation := OPERATIONS.get(func.overloadpacket.__name__):
+        return operation.definition
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
         return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
     return None
 
