@@ -312,9 +312,13 @@ def test_operations_on_a_cpu_take_it():
 # -- building
 
 
+QUICK = ("-std=c++17", "-O0", "-shared", "-fPIC", "-pthread")  # what is built is only loaded
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """Nothing was built yet, and what is goes into a folder of the test."""
+    """Nothing was built yet, and what is goes into a folder of the test, quickly."""
+    monkeypatch.setattr(build, "FLAGS", QUICK)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     caches = (build.built, ops.first_serving)
     for cache in caches:
@@ -324,9 +328,12 @@ def fresh(monkeypatch, tmp_path):
         cache.cache_clear()
 
 
-BUILD = (
-    "import surokit.kernels; from surokit.kernels.cpu import build; assert build.built('quantize').library is not None"
-)
+BUILD = f"""
+import surokit.kernels
+from surokit.kernels.cpu import build
+build.FLAGS = {QUICK}
+assert build.built("quantize").library is not None
+"""
 
 
 def test_it_is_built_once_for_a_text_and_a_processor(fresh, monkeypatch):
