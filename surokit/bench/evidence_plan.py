@@ -3,7 +3,8 @@
 The study is planned before it runs: `plan` takes the spread of a pilot (from scratch: runs that differ in nothing but the draws of
 rounding) and of the study before (adapters), and says with how many seeds a gate can be decided, and how often it is with `SEEDS`.
 bf16 and fp4 are trained at several learning rates with the first seed of a size, for all of its steps: short runs would choose
-rates that are too high. Recipes of 8 bits take what was best for bf16, those of 4 bits what was best for fp4.
+rates that are too high. Recipes of 8 bits take what was best for bf16, those of 4 bits what was best for fp4: of those that are as good,
+the lowest.
 """
 
 from __future__ import annotations
@@ -86,6 +87,9 @@ GATES = {
 }
 RATES = {"1M": (2e-3, 4e-3, 8e-3), "3M": (1.5e-3, 3e-3), "8M": (1e-3, 2e-3)}
 SWEPT = ("bf16", "fp4")
+#: The lowest rate is taken whose loss is within this share of the best: that far apart are runs that differ in draws alone, and at
+#: high rates they are farther apart.
+ALIKE = 0.002
 TUNING_RATE = 1e-3
 #: Tasks by name; a small model learns each from scratch, and a task of its kind after it with an adapter over frozen weights.
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -217,6 +221,7 @@ def write_plan(earlier: Path, pilot: Path, out: Path) -> dict[str, Any]:
         "gates": GATES,
         "learning rates tried": RATES,
         "tried with": SWEPT,
+        "rates are alike within": ALIKE,
         "wanted": plan(*(json.loads(path.read_text(encoding="utf-8")) for path in (earlier, pilot))),
     }
     result.write(data, out)
@@ -300,12 +305,13 @@ def seeds_of(recipe: str, size: str) -> int:
 
 
 def best_rate(found: Mapping[str, Mapping[str, Any]], size: str, recipe: str) -> float | None:
-    """Return the learning rate with the lowest held-out loss, of fp4 for recipes of 4 bits and else of bf16; None before both are
-    known."""
+    """Return the lowest learning rate whose held-out loss is as good as the best one's, of fp4 for recipes of 4 bits and else of
+    bf16; None before all are known."""
     tried = sweep(size, ["fp4" if recipe.startswith(("fp4", "quartet")) else "bf16"])
     if any(run.key not in found for run in tried):
         return None
-    return min(tried, key=lambda run: (found[run.key]["held_out"], run.lr)).lr
+    best = min(found[run.key]["held_out"] for run in tried)
+    return min(run.lr for run in tried if found[run.key]["held_out"] <= best * (1 + ALIKE))
 
 
 def recipe_of(name: str) -> Any:

@@ -97,7 +97,9 @@ def test_rates_are_tried_before_the_seeds_of_a_size_and_chosen_by_what_came_out(
 def test_the_best_rate_is_that_of_the_lowest_loss_of_bf16_or_of_fp4() -> None:
     tried = evidence_plan.sweep("1M", ["fp4"])
     found = found_for(tried)
-    found[tried[1].key]["held_out"] = 2.0
+    assert evidence_plan.best_rate(found, "1M", "fp4") == tried[0].lr
+    found[tried[2].key]["held_out"] = found[tried[1].key]["held_out"] = 2.0
+    found[tried[1].key]["held_out"] *= 1 + 0.9 * evidence_plan.ALIKE  # as good, and lower
     for recipe in ("fp4", SWITCHED, "quartet-ii", "fp4 in mlp"):
         assert evidence_plan.best_rate(found, "1M", recipe) == tried[1].lr
     assert evidence_plan.best_rate(found, "1M", "fp8-current") is None  # bf16's are not over
