@@ -3,8 +3,8 @@
 The study is planned before it runs: `plan` takes the spread of a pilot (from scratch: runs that differ in nothing but the draws of
 rounding) and of the study before (adapters), and says with how many seeds a gate can be decided, and how often it is with `SEEDS`.
 bf16 and fp4 are trained at several learning rates with the first seed of a size, for all of its steps: short runs would choose
-rates that are too high. Recipes of 8 bits take what was best for bf16, those of 4 bits what was best for fp4: of those that are as good,
-the lowest.
+rates that are too high. Recipes of 8 bits take what was best for bf16, those of 4 bits what was best for fp4: of rates that are
+equally good, the lowest.
 """
 
 from __future__ import annotations
