@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -308,25 +309,25 @@ def _formats() -> list[Finding]:
 
 
 def _transposes() -> Finding:
-    """Return what transposes codes; its CUDA C++ is built here, which takes seconds the first time."""
-    import torch
-
-    from surokit.kernels import serving
     from surokit.kernels.reference.transpose import transpose_fp8
 
-    served = serving(transpose_fp8, torch.device("cuda", 0))
-    return Finding("device", "transposes of codes", "slower" if served.missed else "ok", served.why)
+    return _served("transposes of codes", transpose_fp8, "cuda:0")
 
 
 def _quantizers_on_cpu() -> Finding:
-    """Return what quantizes on a CPU; its C++ is built here, which takes seconds the first time."""
+    from surokit.kernels.reference.quantize import quantize
+
+    return _served("quantizers on the CPU", quantize, "cpu")
+
+
+def _served(name: str, function: Callable[..., Any], device: str) -> Finding:
+    """Return what serves a function of kernels/reference; its C++ is built here, which takes seconds the first time."""
     import torch
 
     from surokit.kernels import serving
-    from surokit.kernels.reference.quantize import quantize
 
-    served = serving(quantize, torch.device("cpu"))
-    return Finding("device", "quantizers on the CPU", "slower" if served.missed else "ok", served.why)
+    served = serving(function, torch.device(device))
+    return Finding("device", name, "slower" if served.missed else "ok", served.why)
 
 
 def _bf16_on_cpu() -> Finding:

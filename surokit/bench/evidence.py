@@ -51,6 +51,7 @@ from surokit.places import write_whole
 
 if TYPE_CHECKING:
     from surokit.train import Session
+    from surokit.train.checkpoint_files import Checkpoint
     from surokit.train.stream import Batch
 
 table = evidence_table.table
@@ -131,11 +132,11 @@ def _begin_switched(session: Session, folder: Path) -> None:
     other.save()
 
 
-def checkpoint_in(folder: Path) -> bool:
-    """Return whether a run has left a checkpoint in its folder."""
+def checkpoint_in(folder: Path) -> Checkpoint | None:
+    """Return the last checkpoint that a run has left in its folder."""
     from surokit.train import checkpoint_files
 
-    return checkpoint_files.latest(folder / "checkpoints") is not None
+    return checkpoint_files.latest(folder / "checkpoints")
 
 
 def _session(run: Run, folder: Path, data: Any) -> Session:
@@ -235,9 +236,7 @@ def _first(run: Run, folder: Path) -> Run:
 
 
 def _has_ended(run: Run, folder: Path) -> bool:
-    from surokit.train import checkpoint_files
-
-    last = checkpoint_files.latest(folder / run.folder / "checkpoints")
+    last = checkpoint_in(folder / run.folder)
     return last is not None and last.step == run.steps
 
 
