@@ -17,27 +17,31 @@ One step of a matrix W [m, n] with gradient G, as torch.optim.Muon has it:
 Everything but O is computed in float32 from the values as stored, and W and B are rounded once, W at random where asked. Where
 torch computes in a bfloat16 parameter's dtype it rounds W twice: after the decay, which vanishes then, and after the update.
 
-A matrix is updated by itself: each takes five products of a Newton-Schulz step and some more operations. Where it is sharded
-(FSDP2's DTensor) every process gathers U in bfloat16, computes O whole, and updates its own shard; shards of experts hold whole
-matrices and gather nothing.
+A matrix is updated by itself: each takes five products of a Newton-Schulz step and some more operations. Processes that hold
+matrices in common share them out (owners.py): the owner of a matrix is sent U in bfloat16 and sends O, whether they have shards
+(FSDP2's DTensor) or copies (DistributedDataParallel). Shards of experts hold whole matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from surokit.kernels.reference.adamw import stochastic_bf16
 from surokit.optim.adamw import AdamW, Rounding, is_number, step_keys
 from surokit.optim.matrices import muon_groups, why_no_matrix
-from surokit.optim.parts import as_shard, place_of
+from surokit.optim.owners import Holders, holders_of
 from surokit.optim.spec import Parameters
 from surokit.optim.states import adamw_states
-from surokit.optim.tensors import is_sharded, local, scale_and_mask
+from surokit.optim.tensors import local, scale_and_mask
 from surokit.torch_private import foreach_add_, foreach_sub_, muon_rate, orthogonal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 
@@ -47,6 +51,7 @@ class Muon(AdamW):
 
     params: a model, of which the embeddings, the output head and everything that is no matrix are AdamW's (optim/matrices.py says
         how they are told); or torch's parameter groups, taken as they are, each with `use_muon` True or False. Absent: a `Spec`.
+        Given DistributedDataParallel around a model, its processes share the work out.
     lr: a float, or a 0-d tensor on the parameters' device. With adjust_lr_fn="match_rms_adamw" it is one for both: what was tuned
         for AdamW serves.
     adamw_lr: the rate of what AdamW updates; None: `lr`. adjust_lr_fn="original" needs it, as its rates are others, about 0.02.
@@ -59,6 +64,7 @@ class Muon(AdamW):
     """
 
     takes_modules: ClassVar[bool] = True
+    _copies: ProcessGroup | None = None  # the processes that hold the same parameters, where they are known
 
     def __init__(
         self,
@@ -84,6 +90,8 @@ class Muon(AdamW):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
+        if isinstance(params, DistributedDataParallel):
+            self._copies, params = params.process_group, params.module
         groups: list[Any] = muon_groups(params, weight_decay) if isinstance(params, nn.Module) else list(params)
         if not all(isinstance(group, dict) for group in groups):
             raise TypeError(
@@ -150,16 +158,16 @@ class Muon(AdamW):
         if self._rounds(params[0].dtype):
             keys = step_keys([s["key"] for s in states], steps)
         scale, mask = scale_and_mask(self, device)
+        held: dict[Holders, list[_Matrix]] = {}
         for p, state, key in zip(params, states, keys):
             assert p.grad is not None
             weight, grad, buffer = local([p.detach(), p.grad, state["momentum_buffer"]])
-            if p.ndim == 2:
-                _update_matrix(weight, grad, buffer, scale, mask, key, 0, p if is_sharded(p) else None, **options)
-                continue
-            # each expert's random bits begin at a multiple of a power of two, as stochastic_bf16 asks
-            apart = 1 << (weight[0].numel() - 1).bit_length() if len(weight) else 0
-            for e, each in enumerate(zip(weight.unbind(), grad.unbind(), buffer.unbind())):
-                _update_matrix(*each, scale, mask, key, e * apart, None, **options)
+            matrices = _matrices(weight, grad, buffer, key, p.shape)
+            held.setdefault(holders_of(p, self._copies), []).extend(matrices)
+        for holders, matrices in held.items():
+            matrices.sort(key=lambda each: _work(each.shape), reverse=True)  # so that those of a turn are alike
+            for first in range(0, len(matrices), holders.together):
+                _update_matrices(holders, matrices[first : first + holders.together], scale, mask, **options)
         foreach_add_(steps, 1)
         if mask is not None:
             foreach_sub_(steps, [mask] * len(steps))
@@ -175,15 +183,39 @@ class Muon(AdamW):
         return {**super().__getstate__(), "adamw_lr": self.adamw_lr, "of_matrices": self.of_matrices}
 
 
-def _update_matrix(
-    weight: Tensor,
-    grad: Tensor,
-    buffer: Tensor,
+class _Matrix(NamedTuple):
+    """A matrix of which `weight`, `grad` and `buffer` are what is here, of the whole's `shape`. key, start: of stochastic rounding,
+    None rounds to nearest."""
+
+    weight: Tensor
+    grad: Tensor
+    buffer: Tensor
+    key: Tensor | None
+    start: int
+    shape: torch.Size
+
+
+def _matrices(weight: Tensor, grad: Tensor, buffer: Tensor, key: Tensor | None, shape: torch.Size) -> list[_Matrix]:
+    """Return the matrices of a parameter: one, or one for each expert that is here."""
+    if weight.ndim == 2:
+        return [_Matrix(weight, grad, buffer, key, 0, shape)]
+    # each expert's random bits begin at a multiple of a power of two, as stochastic_bf16 asks
+    apart = 1 << (weight[0].numel() - 1).bit_length() if len(weight) else 0
+    experts = enumerate(zip(weight.unbind(), grad.unbind(), buffer.unbind()))
+    return [_Matrix(*each, key, e * apart, shape[1:]) for e, each in experts]
+
+
+def _work(shape: torch.Size) -> int:
+    """Return how long Newton-Schulz takes, by its FLOPs but for a factor."""
+    m, n = sorted(shape)
+    return m * m * (2 * n + m)
+
+
+def _update_matrices(
+    holders: Holders,
+    matrices: list[_Matrix],
     scale: Tensor | None,
     mask: Tensor | None,
-    key: Tensor | None,
-    start: int,
-    whole: Tensor | None,
     *,
     lr: float | Tensor,
     weight_decay: float,
@@ -192,24 +224,28 @@ def _update_matrix(
     ns_steps: int,
     adjust_lr_fn: AdjustLr,
 ) -> None:
-    """Update a matrix and its momentum in place; never read a value on the host.
+    """Update matrices that are worked on together, and their momentum, in place; never read a value on the host."""
+    shapes = [each.shape for each in matrices]
+    whole = holders.bring((_direction(each, scale, mask, momentum, nesterov) for each in matrices), shapes)
+    made = None if whole is None else orthogonal(whole, ns_steps)
+    like = matrices[0].weight.new_empty(0, dtype=torch.bfloat16)
+    for each, o in zip(matrices, holders.give(made, shapes, like)):
+        w, wide = each.weight, torch.promote_types(each.weight.dtype, torch.float32)
+        rate = muon_rate(lr, adjust_lr_fn, each.shape)
+        new = w.to(wide, copy=True).mul_(1 - lr * weight_decay).sub_(o.to(wide).mul_(rate))
+        _replace(w, new.to(w.dtype) if each.key is None else stochastic_bf16(new, each.key, each.start), mask)
 
-    key, start: of stochastic rounding, None rounds to nearest. whole: the DTensor of which these are the shards here, None for a
-    whole matrix.
-    """
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    g = grad.to(wide) if scale is None else grad.to(wide) / scale
-    b = buffer.to(wide).lerp(g, 1 - momentum).to(buffer.dtype)
+
+def _direction(matrix: _Matrix, scale: Tensor | None, mask: Tensor | None, momentum: float, nesterov: bool) -> Tensor:
+    """Update a matrix' momentum in place, and return what is to be orthogonalized, in bfloat16."""
+    wide = torch.promote_types(matrix.weight.dtype, torch.float32)
+    g = matrix.grad.to(wide) if scale is None else matrix.grad.to(wide) / scale
+    b = matrix.buffer.to(wide).lerp(g, 1 - momentum).to(matrix.buffer.dtype)
     u = (g.lerp(b.to(wide), momentum) if nesterov else b).to(torch.bfloat16, copy=True)
-    del g
-    if whole is not None:
-        u = as_shard(whole, u).full_tensor()  # type: ignore[attr-defined]
-    o = orthogonal(u, ns_steps)
-    rate = muon_rate(lr, adjust_lr_fn, o.shape)
-    if whole is not None:
-        o = o[tuple(slice(first, first + size) for first, size in zip(place_of(whole), weight.shape))]
-    del u
-    w = weight.to(wide, copy=True).mul_(1 - lr * weight_decay).sub_(o.to(wide).mul_(rate))
-    new = w.to(weight.dtype) if key is None else stochastic_bf16(w, key, start)
-    for old, value in ((weight, new), (buffer, b)):
-        old.copy_(value if mask is None else torch.where(mask != 0, old, value))
+    _replace(matrix.buffer, b, mask)
+    return u
+
+
+def _replace(old: Tensor, new: Tensor, mask: Tensor | None) -> None:
+    """Write what is new, but where the mask says that the gradients were not finite."""
+    old.copy_(new if mask is None else torch.where(mask != 0, old, new))

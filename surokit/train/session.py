@@ -201,7 +201,7 @@ class Session(Trainer):
         if self.decoded and self.report is not None:
             self.report = replace(self.report, notes=(*self.report.notes, self.decoded))
         self.spec = optimizer if isinstance(optimizer, Spec) else None
-        self.optimizer = build_optimizer(optimizer, model)
+        self.optimizer = build_optimizer(optimizer, over.forward)
         if (
             accounts := getattr(self.optimizer, "accounts", None)
         ) is not None:  # an optimizer that offloads: its report names weights

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parallel import matrices
 from tests.parallel.layouts import RANKS
 from tests.parallel.spread_ranks import JOBS, can, measured
 from tests.processes import found_by
@@ -22,6 +23,7 @@ ORDER_OF_SUMS = 2e-5  # kernels of GPUs add in another order for another number 
 ANOTHER_CODE = 5e-3
 DRAWN = ("fp4", "mxfp4")  # gradients are rounded stochastically
 
+MATRICES = "shares matrices out"
 COPIES = ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "fp4", "qfp8", "qfp4", "qnf4")
 TRAINED = [
     *(f"{name}, copies" for name in COPIES),
@@ -34,6 +36,7 @@ OTHERS = [
     "AdamW8bit by shards",
     "is counted",
     "is asked",
+    MATRICES,
     "is not finite",
 ]
 NAMES = [*TRAINED, *OTHERS]
@@ -87,6 +90,15 @@ def test_the_bytes_that_move_are_those_that_are_foretold(device: torch.device, r
     for result in found_in(ranks, "is counted"):
         for name, (counted, gathered, _) in ((n, v) for n, v in result.items() if n.endswith((", shards", ", zero-2"))):
             assert counted["allgather_base"] * (RANKS - 1) == gathered, name
+
+
+@pytest.mark.parametrize("way", matrices.SHARED_OUT + matrices.BY_EACH)
+@pytest.mark.parametrize("case", matrices.CASES)
+def test_processes_update_a_matrix_as_one_does(device: torch.device, ranks: Any, case: str, way: str) -> None:
+    for found in found_in(ranks, MATRICES):
+        for what in ("weights", "momentum"):
+            for ours, expected in zip(found[f"{case} by {way}"][what], found[f"{case} by {matrices.ALONE}"][what]):
+                torch.testing.assert_close(ours, expected)
 
 
 def test_any_process_can_be_asked_to_save_and_to_stop(device: torch.device, ranks: Any) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 import surokit as sk
 from surokit import convert
 from surokit.optim.tensors import local
+from surokit.parallel.processes import join
 from surokit.train import NonFiniteError
 from surokit.train.stream import Batch
+from tests.parallel import matrices
 from tests.parallel.layouts import LAYOUTS, RANKS
 from tests.train.ranks import ADAM, CASES, CONFIG, RECIPES, Case, is_sharded, make
 from tests.train.toys import Toy, make_batches
@@ -87,13 +91,16 @@ def whole(p: Tensor) -> Tensor:
 
 
 def _optimizers() -> dict[str, Case]:
-    """Optimizers whose state is on the host, in 8 bits, or drawn, by name; a recipe without scales keeps the comparison sharp."""
+    """Optimizers whose state is on the host, in 8 bits, or drawn, or that need whole matrices.
+
+    A recipe without scales keeps the comparison sharp.
+    """
     zenflow: Any = sk.ZenFlow(lr=1e-3, topk_ratio=0.25, update_interval=2, select_interval=2, select_strategy="step")
     offload: Any = sk.OffloadAdamW(lr=1e-3)
     found = {
         "ZenFlow": zenflow,
         "OffloadAdamW": offload,
-        **{name: ADAM[name] for name in ("AdamW8bit", "AdamW, stochastic")},
+        **{name: ADAM[name] for name in ("AdamW8bit", "AdamW, stochastic", "Muon")},
     }
     return {name: Case(sk.BF16, torch.bfloat16, optimizer) for name, optimizer in found.items()}
 
@@ -201,14 +208,15 @@ def is_planned(folder: Path) -> dict[str, Any]:
 class Counts(TorchDispatchMode):
     """Counts the bytes of collectives inside of it, by name: of what a process gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
+        self.names = names
         self.nbytes: dict[str, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function.overloadpacket).rpartition(".")[2].strip("_")
-        if function.namespace == "c10d" and name in ("allreduce", "allgather_base", "reduce_scatter_base"):
-            tensors = args[0] if name == "allreduce" else [args[1]]
+        if function.namespace == "c10d" and name in self.names:
+            tensors = args[0] if name in ("allreduce", "broadcast") else [args[1]]
             if sum(t.numel() for t in tensors) > 1:  # a loss or a number of labels is no gradient
                 self.nbytes[name] = self.nbytes.get(name, 0) + sum(t.nbytes for t in tensors)
         return function(*args, **(kwargs or {}))
@@ -232,7 +240,7 @@ def is_counted(folder: Path) -> dict[str, Any]:
             model = sk.Decoder(config, dtype=torch.bfloat16)
             session = sk.Session(model, batches(), recipe=recipe, parallel=LAYOUTS[layout], schedule=None)
             session.run(1)
-            with Counts() as counts:
+            with Counts("allreduce", "allgather_base", "reduce_scatter_base") as counts:
                 session.run(1)
             wire = session.wire()
             weights = sum(flow.forward + flow.backward for flow in wire.flows)
@@ -422,6 +430,29 @@ def own_loop(folder: Path) -> dict[str, Any]:
     return found
 
 
+def shares_matrices_out(folder: Path) -> dict[str, Any]:
+    device = join(LAYOUTS["copies"]).device.type
+    found = {name: job() for name, job in matrices.jobs(device).items()}
+    return found | {layout: in_a_step(LAYOUTS[layout]) for layout in ("copies", "shards")}
+
+
+def in_a_step(parallel: sk.Parallel) -> dict[str, float]:
+    """The FLOPs that this process computes when a session's Muon takes a step, and the bytes that it gives to exchanges."""
+    spec: Any = sk.Muon(lr=1e-3)
+    session = sk.Session(make(CASES["bf16"]), batches(), optimizer=spec, parallel=parallel, schedule=None)
+    flop, sent = FlopCounterMode(display=False), Counts("broadcast", "alltoall_base")
+    counting = ExitStack()
+
+    def begin(*_: Any) -> None:
+        counting.enter_context(flop)
+        counting.enter_context(sent)
+
+    session.optimizer.register_step_pre_hook(begin)
+    session.optimizer.register_step_post_hook(lambda *_: counting.close())
+    session.run(1)
+    return {"flop": flop.get_total_flops(), "bytes": sum(sent.nbytes.values())}
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"{name}, copies": learns(CASES[name], "copies") for name in RECIPES},
     **{f"{name}, both": learns(CASES[name], "both") for name in ("bf16", "fp8", "fp8-block", "qfp8", "qfp4")},
@@ -447,6 +478,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "shares the data": shares_the_data,
     "refuses": refuses,
     "own loop": own_loop,
+    "shares matrices out": shares_matrices_out,
 }
 
 

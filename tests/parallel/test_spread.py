@@ -15,6 +15,8 @@ import torch
 
 import surokit as sk
 from surokit.parallel.layout import Parallel
+from surokit.planner.counts.muon import muon_step
+from tests.parallel import matrices
 from tests.parallel.layouts import LAYOUTS, RANKS
 from tests.parallel.spread_ranks import (
     CHANGING,
@@ -31,7 +33,7 @@ from tests.parallel.spread_ranks import (
 )
 from tests.processes import found_by
 from tests.refusals import refused
-from tests.train.ranks import CASES
+from tests.train.ranks import CASES, CONFIG
 from tests.train.toys import Toy, make_batches, make_session
 
 TIMEOUT_S = 300  # they take 40 s on a machine that is free
@@ -43,6 +45,9 @@ ANOTHER_CODE = 2e-3
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the four processes found, by job."""
     return found_by("tests.parallel.spread_ranks", RANKS, tmp_path_factory.mktemp("ranks"), TIMEOUT_S)
+
+
+MATRICES = "shares matrices out"
 
 
 def found_in(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -269,6 +274,34 @@ def test_gradients_of_ones_own_loop_are_means(ranks: Any) -> None:
         for name in ("copies", "shards"):
             for grad, right in zip(result[name], expected, strict=True):
                 torch.testing.assert_close(grad, right)
+
+
+@pytest.mark.parametrize("way", matrices.SHARED_OUT + matrices.BY_EACH)
+@pytest.mark.parametrize("case", matrices.CASES)
+def test_processes_update_a_matrix_as_one_does(ranks: Any, case: str, way: str) -> None:
+    """Bit for bit, whichever of them owns it."""
+    for found in found_in(ranks, MATRICES):
+        for what in ("weights", "momentum"):
+            ours, expected = found[f"{case} by {way}"][what], found[f"{case} by {matrices.ALONE}"][what]
+            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("way", matrices.SHARED_OUT)
+@pytest.mark.parametrize("case", matrices.CASES)
+def test_each_matrix_is_computed_once(ranks: Any, case: str, way: str) -> None:
+    found = found_in(ranks, MATRICES)
+    flop = [each[f"{case} by {way}"]["flop"] for each in found]
+    assert sum(flop) == found[0][f"{case} by {matrices.ALONE}"]["flop"]
+    assert min(flop) > 0
+
+
+@pytest.mark.parametrize("layout", ["copies", "shards"])
+def test_a_session_shares_matrices_out_as_its_plan_says(ranks: Any, layout: str) -> None:
+    found = [found[layout] for found in found_in(ranks, MATRICES)]
+    shape: Any = sk.plan(CONFIG).shape
+    planned = muon_step(shape, None, RANKS, RANKS, zero=LAYOUTS[layout].over(RANKS).zero)
+    assert sum(each["flop"] for each in found) == RANKS * planned.flop
+    assert sum(each["bytes"] for each in found) == RANKS * planned.sent
 
 
 def test_a_layout_is_filled_from_the_number_of_processes() -> None:

@@ -63,7 +63,7 @@ def test_flops_are_those_of_newton_schulz(shape: tuple[int, int]) -> None:
 class Operations(TorchDispatchMode):
     """Counts what is computed: views and questions about dtypes are not."""
 
-    _VIEWS = ("detach", "permute", "t", "promote_types", "empty_like", "arange", "zeros")
+    _VIEWS = ("detach", "permute", "t", "promote_types", "empty_like", "new_empty", "arange", "zeros")
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_launches_are_the_operations_on_a_matrix() -> None:
             optimizer.step()
         counts.append(seen.count)
     model = plan(LLAMA)
-    step = muon_step(model.shape, None, 1)
+    step = muon_step(model.shape, None)
     matrices = sum(each.count for each in hidden_matrices(model.shape, None))
     assert (step.launches + step.products_launches) / matrices == counts[1] - counts[0]
 
@@ -107,16 +107,37 @@ def test_its_time_is_in_the_step() -> None:
     assert muon.likely.step_ms > adamw.likely.step_ms + at_least
 
 
-def test_each_gpu_computes_whole_matrices_and_gathers_them() -> None:
-    one, eight = (plan(LLAMA, optimizer="muon", gpus=n, zero=2, **STEP) for n in (1, 8))
-    adamw = plan(LLAMA, optimizer="adamw", gpus=8, zero=2, **STEP)
-    assert eight.memory["optimizer"].bytes == one.memory["optimizer"].bytes / 8
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gpus_share_matrices_out(zero: int) -> None:
+    """tests/parallel/test_spread.py compares this with what processes do."""
+    one, eight = (plan(LLAMA, optimizer="muon", gpus=n, zero=zero, **STEP) for n in (1, 8))
+    adamw = plan(LLAMA, optimizer="adamw", gpus=8, zero=zero, **STEP)
+    shards = 8 if zero else 1
+    assert eight.memory["optimizer"].bytes == one.memory["optimizer"].bytes / shards
     rows = [{row.part: row for row in p.estimate.rows if row.group == "optimizer"} for p in (one, eight)]
-    assert rows[0]["Newton-Schulz"].flop == rows[1]["Newton-Schulz"].flop
-    assert rows[0]["matrices"].bytes == 8 * rows[1]["matrices"].bytes
-    gathered = 2 * sum(each.parameters for each in hidden_matrices(one.shape, None)) * 7 / 8
-    assert eight.estimate.communication.bytes - adamw.estimate.communication.bytes == pytest.approx(gathered)
+    assert rows[0]["Newton-Schulz"].flop == 8 * rows[1]["Newton-Schulz"].flop
+    assert rows[0]["matrices"].bytes == shards * rows[1]["matrices"].bytes
+    matrices = 2 * sum(each.parameters for each in hidden_matrices(one.shape, None))
+    sent = 2 * matrices / 8 if zero else matrices
+    assert eight.estimate.communication.bytes - adamw.estimate.communication.bytes == pytest.approx(sent * 7 / 8)
     assert "Muon" in eight.estimate.communication.how
+
+
+def test_experts_are_shared_out_among_those_that_have_them() -> None:
+    """Whole experts are what ZeRO divides, so that nothing of them is sent."""
+    shape = plan("mistralai/Mixtral-8x7B-v0.1").shape
+    of = {
+        expert: sum(each.flop for each in hidden_matrices(shape, None) if each.expert == expert)
+        for expert in (True, False)
+    }
+    copied, divided = (muon_step(shape, None, 8, 4, zero) for zero in (0, 2))
+    assert copied.flop == divided.flop == pytest.approx(of[False] / 8 + of[True] / 4)
+    size = {
+        expert: sum(each.parameters for each in hidden_matrices(shape, None) if each.expert == expert) for expert in of
+    }
+    assert copied.sent == 2 * sum(size.values())
+    assert divided.sent == pytest.approx(2 * 2 * size[False] / 8)
+    assert muon_step(shape, None, zero=2).sent == muon_step(shape, None).sent == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ card of its own: with N nodes of m GPUs, (N-1)/N / m of the payload takes the pl
 the same time, so the slower one counts.
 
 Gradients can overlap with the backward that makes them (of the last micro-batch where they are sent once), and ZeRO 3's gathers
-with the pass they serve. The all-gather after the optimizer's step, and Muon's of its updates, overlap with nothing. This is the
+with the pass they serve. The all-gather after the optimizer's step, and Muon's exchanges, overlap with nothing. This is the
 most that can overlap: the last bucket, contention for the memory and the latency of short messages are left out, so exposed time is
 a lower bound. What GPUs that share a model exchange between its layers (division.py) is taken to overlap in the same way.
 """
@@ -70,7 +70,7 @@ def communicate(
     peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
     between_gb_s    share of the node's network that one GPU has, 50 for a card of 400 Gbit/s; needed beyond `gpus_a_node` GPUs
     exchange        what each GPU of such a group sends between the layers, in the whole step
-    update_bytes    of updates that each GPU needs whole before it can apply its shard: Muon's
+    update_bytes    that the optimizer's step sends: Muon's matrices, to those that own them and back
     """
     if exchange.forward_ms is None or exchange.backward_ms is None:
         return Communication(exchange.bytes, None, None, None, f"between layers; {exchange.how}")
@@ -93,7 +93,7 @@ def communicate(
         in_forward, in_backward = a * weight_bytes, a * (weight_bytes + gradient_bytes)
         how = "all-gather of the weights twice, reduce-scatter of the gradients"
     if update_bytes:
-        late, how = late + update_bytes, f"{how}, all-gather of Muon's updates"
+        late, how = late + update_bytes, f"{how}, exchange of Muon's matrices"
     ring = (gpus - 1) / gpus
     sent = ring * (in_forward + in_backward + late) + exchange.bytes
     how = f"{how}{f', {a} micro-batches' if a > 1 else ''}; {gpus:,} GPUs"

@@ -225,6 +225,11 @@ class Setup:
             return 1
         return self.replicas / (1 + (self.division.expert - 1) * self.experts[stage >= 3])
 
+    @property
+    def owners(self) -> tuple[int, int, int]:
+        """Return how many GPUs have the same matrices and the same experts, whole or in shards, and ZeRO's stage."""
+        return self.replicas, max(1, self.replicas // self.division.expert), self.zero
+
     def of_part(self, part: Shape, recipe: Any) -> Setup:
         """Return the setup of one GPU's part of a divided model."""
         blocks = self.recompute_blocks

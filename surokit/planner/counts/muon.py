@@ -10,8 +10,9 @@ A Newton-Schulz step of a matrix, turned so that it has m rows and n >= m column
 A training step of T tokens computes 6 m n T FLOPs with the same matrix, so Muon adds (10 m + 5 m^2 / n) / (3 T): 5 m / T where the
 matrix is square. The rest of an update is operation by operation, which optim/muon.py has; the counts below are of its lines.
 
-Where ZeRO shards the states, each GPU gathers a matrix's update in bfloat16 and computes all of Newton-Schulz; experts are divided
-as whole matrices.
+GPUs that have the same matrices share them out. Where ZeRO shards the states, the owner of a matrix is sent the shards of its
+update in bfloat16 and sends back those of the result: of n GPUs each sends 1 / n of all matrices twice. Without ZeRO an owner sends
+the result to all others. Experts are divided as whole matrices, of which ZeRO sends nothing.
 """
 
 from __future__ import annotations
@@ -81,26 +82,29 @@ def hidden_share(shape: Shape, recipe: Any) -> float:
 @dataclass(frozen=True)
 class MuonStep:
     """A MuonStep is an update of hidden matrices on one GPU: FLOPs and bytes of Newton-Schulz, bytes of the rest, launches of each,
-    and the bytes of updates that ZeRO's GPUs gather (0 on one)."""
+    and the bytes of matrices that a GPU sends others or has from them (0 on one)."""
 
     flop: float
     products_bytes: float
     bytes: float
     products_launches: float
     launches: float
-    gathered: float
+    sent: float
 
 
-def muon_step(shape: Shape, recipe: Any, shards: float) -> MuonStep:
-    """Count an update; shards: GPUs over which ZeRO divides the states."""
-    every = hidden_matrices(shape, recipe)
-    here = [(each, 1 / shards if each.expert else 1.0) for each in every]
-    matrices = sum(each.count * share for each, share in here)
+def muon_step(shape: Shape, recipe: Any, gpus: int = 1, expert_gpus: int = 1, zero: int = 0) -> MuonStep:
+    """Count an update. gpus, expert_gpus: that have the same matrices, and the same experts. zero: ZeRO's stage."""
+    owned = [(each, expert_gpus if each.expert else gpus) for each in hidden_matrices(shape, recipe)]
+    shared = [(each, n) for each, n in owned if n > 1]
+    if zero:
+        sent = sum(2 * each.parameters / n for each, n in shared if not each.expert)
+    else:
+        sent = sum(each.parameters for each, _ in shared)
     return MuonStep(
-        flop=sum(each.flop * share for each, share in here),
-        products_bytes=sum(each.bytes * share for each, share in here),
-        bytes=_MOVED * sum(each.parameters for each in every) / shards,
-        products_launches=3 * STEPS * matrices,
-        launches=(_LAUNCHES - 3 * STEPS) * matrices,
-        gathered=_BF16 * sum(each.parameters for each in every if not each.expert) if shards > 1 else 0.0,
+        flop=sum(each.flop / n for each, n in owned),
+        products_bytes=sum(each.bytes / n for each, n in owned),
+        bytes=_MOVED * sum(each.parameters / (n if zero else 1) for each, n in owned),
+        products_launches=3 * STEPS * sum(each.count / n for each, n in owned),
+        launches=(_LAUNCHES - 3 * STEPS) * sum(each.count / (n if zero and each.expert else 1) for each, n in owned),
+        sent=_BF16 * sent,
     )
