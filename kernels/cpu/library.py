@@ -22,6 +22,7 @@ _ARGUMENTS = {
     "quantize_mx": (*_MATRIX, _I, _I, _P, _P, _P, _I),
     "dequantize_mx": (_P, _L, _L, _I, _P, _P, _I, _I),
     "factors_nv": (_P, _L, _L, _L, _P, _P, _I),
+    "round_bf16": (_P, _L, _P, ctypes.c_uint32, _P, _I),
 }
 
 
@@ -35,13 +36,18 @@ def why(device: torch.device) -> tuple[bool, str]:
 
 def takes(x_MK: Tensor, key: Tensor | None = None) -> bool:
     """Return whether the C++ takes this matrix, and a key for stochastic rounding."""
-    drawn = key is None or (is_on_cpu(key, torch.int32, (2,)) and key.is_contiguous())
+    drawn = key is None or is_usual_key(key)
     floats = x_MK.dtype in (torch.bfloat16, torch.float32)
     return floats and is_on_cpu(x_MK, x_MK.dtype) and x_MK.ndim == 2 and x_MK.numel() > 0 and drawn and is_built()
 
 
 def is_built() -> bool:
     return built(SOURCE).library is not None
+
+
+def is_usual_key(key: Tensor) -> bool:
+    """Return whether the C++ takes this key of random bits."""
+    return is_on_cpu(key, torch.int32, (2,)) and key.is_contiguous()
 
 
 def is_on_cpu(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> bool:

@@ -1,4 +1,4 @@
-// Quantize and decode on a CPU, each in one pass: the formulas of kernels/reference, with the same roundings in the same order.
+// Quantize, decode and round at random on a CPU, each in one pass: the formulas of kernels/reference, with the same roundings in the same order.
 //
 // Plain C functions over contiguous rows, compiled without contracting products and sums, so that every operation rounds as
 // torch's does. Each returns 0; or 1 where it met what is not finite, and the definition has to say what that becomes; or 2 where
@@ -37,16 +37,20 @@ inline uint32_t magnitude(float x) { return as_bits(x) & 0x7fffffff; }
 
 constexpr uint32_t INFINITE = 0x7f800000;
 
-// 24 bits of the draw at a position, in [0, 1): kernels/reference/random.py
-inline float uniform(uint32_t position, const int32_t* key) {
+// The draw at a position: kernels/reference/random.py
+inline uint32_t drawn_bits(uint32_t position, const int32_t* key) {
   uint32_t x = position ^ uint32_t(key[0]);
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= uint32_t(key[1]);
   x ^= x >> 15;
   x *= 0x846ca68bu;
-  x ^= x >> 16;
-  return float(int32_t(x >> 8)) * 0x1p-24f;
+  return x ^ (x >> 16);
+}
+
+// 24 bits of it, in [0, 1)
+inline float uniform(uint32_t position, const int32_t* key) {
+  return float(int32_t(drawn_bits(position, key) >> 8)) * 0x1p-24f;
 }
 
 // A float of few bits. `rounded` and `drawn` take numbers in its range and return one of its own.
@@ -415,6 +419,25 @@ int factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const u
 }  // namespace
 
 extern "C" {
+
+// x as bfloat16: 16 random bits added below the bits that stay, from position `start` on; nothing that is finite becomes infinite
+int surokit_round_bf16(const float* x, int64_t n, const int32_t* key, uint32_t start, uint16_t* out, int threads) {
+  constexpr uint32_t largest = 0x7f7f0000;
+  return tried([&] {
+    std::atomic<bool> finite{true};
+    shared(n, n, threads, [&](int64_t begin, int64_t end) {
+      bool here = true;
+      for (int64_t i = begin; i < end; ++i) {
+        const uint32_t bits = as_bits(x[i]), size = bits & 0x7fffffff;
+        here &= size < INFINITE;
+        const uint32_t sum = std::min(size, largest) + (drawn_bits(start + uint32_t(i), key) >> 16);
+        out[i] = uint16_t((sum | (bits & 0x80000000)) >> 16);
+      }
+      if (!here) finite = false;
+    });
+    return finite ? 0 : 1;
+  });
+}
 
 int surokit_amax(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, uint32_t* out, int threads) {
   const auto take = [&](auto* x) {

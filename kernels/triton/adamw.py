@@ -103,7 +103,7 @@ def begin_step(
 
 
 @triton.jit
-def stochastic_bf16(x, index, key):
+def rounded_bf16(x, index, key):
     """Round float32 x to bfloat16 stochastically: add 16 random bits below the bits that are kept, then cut the rest off."""
     drawn = (random_bits(index, tl.load(key), tl.load(key + 1)) >> 16).to(tl.int32)
     finite = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38).to(tl.int32, bitcast=True)
@@ -117,7 +117,7 @@ def moved(p, m, v, index, factors, key, eps):
     size, root, decay = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
     p = p * decay - size * m / (tl.sqrt_rn(v) * root + eps)
     if key is not None:
-        p = stochastic_bf16(p, index, key)
+        p = rounded_bf16(p, index, key)
     return p
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from surokit.kernels import best
+from surokit.kernels import best, serving
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
 from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_, dequantize, quantize
 from surokit.kernels.reference.random import bits
@@ -198,7 +198,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         if wide_moments is not moments:
             foreach_copy_(moments + squares, wide_moments + wide_squares)
         if keys is not None:
-            targets = [stochastic_bf16(target, key) for target, key in zip(targets, keys)]
+            targets = [rounded(target, key) for target, key in zip(targets, keys)]
         if mixed:
             foreach_copy_(params, targets)
 
@@ -409,6 +409,11 @@ def _key(seed: int, index: int) -> Tensor:
     """Return int32 [2]: words 2 index and 2 index + 1 of the seed's random bits."""
     halves = torch.tensor([seed & 0xFFFFFFFF, seed >> 32]).to(torch.int32)  # wraps
     return bits(2 * index + 2, halves)[-2:]
+
+
+def rounded(x: Tensor, key: Tensor, start: int = 0) -> Tensor:
+    """Return x, float32, as bfloat16, rounded stochastically; kernels/reference/adamw.py says how."""
+    return serving(stochastic_bf16, x.device).function(x, key, start)
 
 
 def step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from surokit.kernels.reference.adamw import stochastic_bf16
-from surokit.optim.adamw import AdamW, Rounding, is_number, step_keys
+from surokit.optim.adamw import AdamW, Rounding, is_number, rounded, step_keys
 from surokit.optim.matrices import muon_groups, why_no_matrix
 from surokit.optim.owners import Holders, holders_of
 from surokit.optim.spec import Parameters
@@ -233,7 +232,7 @@ def _update_matrices(
         w, wide = each.weight, torch.promote_types(each.weight.dtype, torch.float32)
         rate = muon_rate(lr, adjust_lr_fn, each.shape)
         new = w.to(wide, copy=True).mul_(1 - lr * weight_decay).sub_(o.to(wide).mul_(rate))
-        _replace(w, new.to(w.dtype) if each.key is None else stochastic_bf16(new, each.key, each.start), mask)
+        _replace(w, new.to(w.dtype) if each.key is None else rounded(new, each.key, each.start), mask)
 
 
 def _direction(matrix: _Matrix, scale: Tensor | None, mask: Tensor | None, momentum: float, nesterov: bool) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from surokit import kernels
 from surokit.formats import FORMATS
 from surokit.kernels import ops
-from surokit.kernels.cpu import build, library, mx, nvfp4, quantize
+from surokit.kernels.cpu import adamw, build, library, mx, nvfp4, quantize
+from surokit.kernels.reference import adamw as adamw_reference
 from surokit.kernels.reference import mx as mx_reference
 from surokit.kernels.reference import nvfp4 as nvfp4_reference
 from surokit.kernels.reference import quantize as reference
@@ -105,6 +106,20 @@ def test_tiles(shape, size, dtype):
         same(quantize.quantize_both(x, *given), reference.quantize_both(x, *given))
         for amax in (None, reference.amax(x, *tile) * 0.7):
             same(quantize.quantize(x, *given, amax, 1e-12, KEY), reference.quantize(x, *given, amax, 1e-12, KEY))
+
+
+@pytest.mark.parametrize("start", [0, 1 << 17, -(1 << 31)])
+@pytest.mark.parametrize("shape", [(1,), (5, 7), (300, 333)], ids=str)
+@pytest.mark.parametrize("odd", [None, *ODD])
+def test_stochastic_rounding(shape, start, odd):
+    """Of all bit patterns that are numbers, and with something that is none among them."""
+    generator = torch.Generator().manual_seed(len(shape))
+    x = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
+    x = torch.where(x.isfinite(), x, 3.4e38 * x.sign().nan_to_num())
+    if odd is not None:
+        x.view(-1)[-1] = odd
+    for given in (x, x.t().contiguous().t() if x.ndim == 2 else x, x.bfloat16().float()):
+        same(adamw.stochastic_bf16(given, KEY, start), adamw_reference.stochastic_bf16(given, KEY, start))
 
 
 @pytest.mark.parametrize("codes", ["e2m1", "e4m3", "e5m2"])
@@ -272,6 +287,7 @@ def made_of(x):
         lambda: quantize.quantize(x, FORMATS["e5m2"], 1, 128, False, None, 0.0, KEY),
         lambda: nvfp4.factors(*nvfp4.quantize(x, 1)[:2], 1, 700),
         lambda: mx.dequantize(*mx.quantize(x, FORMATS["e4m3"], "floor"), 700, FORMATS["e4m3"]),
+        lambda: adamw.stochastic_bf16(x.float(), KEY, 1 << 21),
     )
 
 
@@ -292,6 +308,10 @@ def test_nothing_is_written_outside_of_the_results():
         assert (room[-32:] == 0xA5).all()
         assert (scales[:32] == 0xA5).all()
         assert (scales[-32:] == 0xA5).all()
+        weights = torch.full((M * K + 64,), 5.5, dtype=torch.bfloat16)
+        assert library.call("round_bf16", x.float(), x.numel(), KEY, 0, weights[32 : 32 + M * K])
+        assert (weights[:32] == 5.5).all()
+        assert (weights[-32:] == 5.5).all()
 
 
 # -- the door
@@ -304,6 +324,7 @@ def test_operations_on_a_cpu_take_it():
         assert ops.serving(function, torch.device("cpu")).folder == "reference"
     with kernels.only_reference():
         assert ops.serving(nvfp4_reference.quantize, torch.device("cpu")).folder == "reference"
+    assert ops.serving(adamw_reference.stochastic_bf16, torch.device("cpu")).function is adamw.stochastic_bf16
     backends = {choice.op: choice.backend for choice in kernels.choices("cpu")}
     assert {backends[op] for op in ("quantize", "quantize_mx_both", "quantize_nv_eden", "factors_nv")} == {"cpu"}
     assert backends["quantize_nf4"] == "reference"

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from surokit.kernels.reference.adamw import adamw_ as reference
 from surokit.kernels.reference.adamw import stochastic_bf16 as reference_rounding
-from surokit.kernels.triton.adamw import adamw_, stochastic_bf16
+from surokit.kernels.triton.adamw import adamw_, rounded_bf16
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
 from tests.kernels.test_adamw import by_hand
@@ -107,7 +107,7 @@ def test_betas_at_the_edge(betas):
 @triton.jit
 def round_kernel(x, y, key, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + at, stochastic_bf16(tl.load(x + at, mask=at < n, other=0.0), at, key), mask=at < n)
+    tl.store(y + at, rounded_bf16(tl.load(x + at, mask=at < n, other=0.0), at, key), mask=at < n)
 
 
 def test_stochastic_rounding_is_the_reference_s_bit_for_bit():
