@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -119,30 +119,40 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            options = self._options(group)
-            for params in self._by_kernel(group):
-                if isinstance(group["lr"], Tensor) and not params[0].is_cuda:  # where some parameters are on the host
-                    options["lr"] = on_device(params[0].device, group["lr"])
-                self._update(params, options)
-                options["lr"] = group["lr"]
+        self._update_lists(
+            (params, self._options_on(params[0].device, g)) for g in self.param_groups for params in self._by_kernel(g)
+        )
         return loss
+
+    def _update_lists(self, lists: Iterable[tuple[list[Tensor], dict[str, Any]]]) -> None:
+        """Update lists of parameters that go together, each with its options."""
+        for params, options in lists:
+            self._update(params, options)
+
+    def _options_on(self, device: torch.device, group: Mapping[str, Any]) -> dict[str, Any]:
+        options = self._options(group)
+        if isinstance(group["lr"], Tensor) and device.type != "cuda":  # where some parameters are on the host
+            options["lr"] = on_device(device, group["lr"])
+        return options
 
     def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in ("lr", "weight_decay", "eps")}}
 
-    def _by_kernel(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
+    def _by_kernel(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
         """Yield the group's parameters with a gradient, split so that each list is one call of a kernel."""
+        for params in self._alike(group):
+            assert params[0].grad is not None
+            mixed = self._mixed(params[0].dtype, params[0].grad.dtype)
+            yield from _chunks(params) if mixed else [params]
+
+    def _alike(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
+        """Return the group's parameters with a gradient in lists of one device and of one dtype, also of the gradients."""
         lists: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
         for p in group["params"]:
             if p.grad is not None:
                 lists.setdefault((p.device, p.dtype, p.grad.dtype), []).append(p)
-        for (_, dtype, grad_dtype), params in lists.items():
-            if self._mixed(dtype, grad_dtype):
-                yield from _chunks(params)
-            else:
-                yield params
+        return lists.values()
 
     def _mixed(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
         return dtype != grad_dtype or self.state_dtype not in (None, dtype) or self._rounds(dtype)

@@ -24,7 +24,7 @@ matrices in common share them out (owners.py): the owner of a matrix is sent U i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -63,7 +63,9 @@ class Muon(AdamW):
     """
 
     takes_modules: ClassVar[bool] = True
-    _copies: ProcessGroup | None = None  # the processes that hold the same parameters, where they are known
+    _copies: ProcessGroup | None  # of DistributedDataParallel
+    _uncopied: list[Tensor]  # what it leaves to each process
+    _holders: dict[Tensor, Holders]  # as far as they were asked for
 
     def __init__(
         self,
@@ -89,8 +91,12 @@ class Muon(AdamW):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
+        self._begin_alone()
+        params = getattr(params, "_orig_mod", params)  # what torch.compile was given
         if isinstance(params, DistributedDataParallel):
-            self._copies, params = params.process_group, params.module
+            copied, params = params, params.module
+            self._copies, own = copied.process_group, set(copied.parameters_to_ignore)
+            self._uncopied = [p for name, p in copied.module.named_parameters() if name in own]
         groups: list[Any] = muon_groups(params, weight_decay) if isinstance(params, nn.Module) else list(params)
         if not all(isinstance(group, dict) for group in groups):
             raise TypeError(
@@ -146,10 +152,25 @@ class Muon(AdamW):
             return super()._options(group)
         return {name: group[name] for name in ("lr", "weight_decay", *self.of_matrices)}
 
-    def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
-        if "momentum" not in options:
-            super()._update(params, options)
-            return
+    def _by_kernel(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
+        # no kernel takes several matrices, and processes share out those that they update together
+        return self._alike(group) if group["use_muon"] else super()._by_kernel(group)
+
+    def _update_lists(self, lists: Iterable[tuple[list[Tensor], dict[str, Any]]]) -> None:
+        held: dict[Holders, list[_Matrix]] = {}
+        for params, options in lists:
+            if "momentum" not in options:
+                self._update(params, options)
+                continue
+            for p, matrices in zip(params, self._begin(params, options), strict=True):
+                held.setdefault(self._holders_of(p), []).extend(matrices)
+        for holders, matrices in held.items():
+            matrices.sort(key=lambda each: _work(each.shape), reverse=True)  # so that those of a turn are alike
+            for first in range(0, len(matrices), holders.at_a_time):
+                _update_matrices(holders, matrices[first : first + holders.at_a_time])
+
+    def _begin(self, params: list[Tensor], options: dict[str, Any]) -> list[list[_Matrix]]:
+        """Count a step of hidden parameters that are alike, and return the matrices of each."""
         states = [self._state_of(p) for p in params]
         steps, device = [s["step"] for s in states], params[0].device
         self._check_moved(device, states[0]["momentum_buffer"].device)
@@ -157,19 +178,19 @@ class Muon(AdamW):
         if self._rounds(params[0].dtype):
             keys = step_keys([s["key"] for s in states], steps)
         scale, mask = scale_and_mask(self, device)
-        held: dict[Holders, list[_Matrix]] = {}
-        for p, state, key in zip(params, states, keys):
-            assert p.grad is not None
-            weight, grad, buffer = local([p.detach(), p.grad, state["momentum_buffer"]])
-            matrices = _matrices(weight, grad, buffer, key, p.shape)
-            held.setdefault(holders_of(p, self._copies), []).extend(matrices)
-        for holders, matrices in held.items():
-            matrices.sort(key=lambda each: _work(each.shape), reverse=True)  # so that those of a turn are alike
-            for first in range(0, len(matrices), holders.together):
-                _update_matrices(holders, matrices[first : first + holders.together], scale, mask, **options)
         foreach_add_(steps, 1)
         if mask is not None:
             foreach_sub_(steps, [mask] * len(steps))
+        how = _How(scale, mask, **options)
+        gradients = [p.grad for p in params if p.grad is not None]
+        parts = zip(local(params), local(gradients), local([s["momentum_buffer"] for s in states]))
+        return [_matrices(*part, key, p.shape, how) for p, part, key in zip(params, parts, keys)]
+
+    def _holders_of(self, p: Tensor) -> Holders:
+        if p not in self._holders:
+            own = any(p is other for other in self._uncopied)
+            self._holders[p] = holders_of(p, None if own else self._copies)
+        return self._holders[p]
 
     def _moments_of(self, p: Tensor) -> tuple[str, ...]:
         hidden = any(group["use_muon"] and any(p is other for other in group["params"]) for group in self.param_groups)
@@ -180,6 +201,26 @@ class Muon(AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "adamw_lr": self.adamw_lr, "of_matrices": self.of_matrices}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin_alone()  # groups of processes are no state: a copy shares shards out, which know theirs, and no copies
+        super().__setstate__(state)
+
+    def _begin_alone(self) -> None:
+        self._copies, self._uncopied, self._holders = None, [], {}
+
+
+class _How(NamedTuple):
+    """How matrices are updated: the gradients' scale and the mask of a step, and the options of a group."""
+
+    scale: Tensor | None
+    mask: Tensor | None
+    lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_steps: int
+    adjust_lr_fn: AdjustLr
 
 
 class _Matrix(NamedTuple):
@@ -192,16 +233,31 @@ class _Matrix(NamedTuple):
     key: Tensor | None
     start: int
     shape: torch.Size
+    how: _How
 
 
-def _matrices(weight: Tensor, grad: Tensor, buffer: Tensor, key: Tensor | None, shape: torch.Size) -> list[_Matrix]:
+def _matrices(
+    weight: Tensor, grad: Tensor, buffer: Tensor, key: Tensor | None, shape: torch.Size, how: _How
+) -> list[_Matrix]:
     """Return the matrices of a parameter: one, or one for each expert that is here."""
+    weight = weight.detach()
     if weight.ndim == 2:
-        return [_Matrix(weight, grad, buffer, key, 0, shape)]
+        return [_Matrix(weight, grad, buffer, key, 0, shape, how)]
     # each expert's random bits begin at a multiple of a power of two, as stochastic_bf16 asks
     apart = 1 << (weight[0].numel() - 1).bit_length() if len(weight) else 0
     experts = enumerate(zip(weight.unbind(), grad.unbind(), buffer.unbind()))
-    return [_Matrix(*each, key, e * apart, shape[1:]) for e, each in experts]
+    return [_Matrix(*each, key, e * apart, shape[1:], how) for e, each in experts]
+
+
+def _update_matrices(holders: Holders, matrices: list[_Matrix]) -> None:
+    """Update the matrices of a turn and their momentum in place; never read a value on the host."""
+    shapes = [each.shape for each in matrices]
+    whole = holders.bring(map(_direction, matrices), shapes)
+    made = None if whole is None else orthogonal(whole, matrices[holders.number].how.ns_steps)
+    del whole
+    like = matrices[0].weight.new_empty(0, dtype=torch.bfloat16)
+    for each, o in zip(matrices, holders.give(made, shapes, like), strict=True):
+        _apply(each, o)
 
 
 def _work(shape: torch.Size) -> int:
@@ -210,39 +266,23 @@ def _work(shape: torch.Size) -> int:
     return m * m * (2 * n + m)
 
 
-def _update_matrices(
-    holders: Holders,
-    matrices: list[_Matrix],
-    scale: Tensor | None,
-    mask: Tensor | None,
-    *,
-    lr: float | Tensor,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    ns_steps: int,
-    adjust_lr_fn: AdjustLr,
-) -> None:
-    """Update matrices that are worked on together, and their momentum, in place; never read a value on the host."""
-    shapes = [each.shape for each in matrices]
-    whole = holders.bring((_direction(each, scale, mask, momentum, nesterov) for each in matrices), shapes)
-    made = None if whole is None else orthogonal(whole, ns_steps)
-    like = matrices[0].weight.new_empty(0, dtype=torch.bfloat16)
-    for each, o in zip(matrices, holders.give(made, shapes, like)):
-        w, wide = each.weight, torch.promote_types(each.weight.dtype, torch.float32)
-        rate = muon_rate(lr, adjust_lr_fn, each.shape)
-        new = w.to(wide, copy=True).mul_(1 - lr * weight_decay).sub_(o.to(wide).mul_(rate))
-        _replace(w, new.to(w.dtype) if each.key is None else rounded(new, each.key, each.start), mask)
-
-
-def _direction(matrix: _Matrix, scale: Tensor | None, mask: Tensor | None, momentum: float, nesterov: bool) -> Tensor:
+def _direction(matrix: _Matrix) -> Tensor:
     """Update a matrix' momentum in place, and return what is to be orthogonalized, in bfloat16."""
-    wide = torch.promote_types(matrix.weight.dtype, torch.float32)
-    g = matrix.grad.to(wide) if scale is None else matrix.grad.to(wide) / scale
-    b = matrix.buffer.to(wide).lerp(g, 1 - momentum).to(matrix.buffer.dtype)
-    u = (g.lerp(b.to(wide), momentum) if nesterov else b).to(torch.bfloat16, copy=True)
-    _replace(matrix.buffer, b, mask)
+    how, wide = matrix.how, torch.promote_types(matrix.weight.dtype, torch.float32)
+    g = matrix.grad.to(wide) if how.scale is None else matrix.grad.to(wide) / how.scale
+    b = matrix.buffer.to(wide).lerp(g, 1 - how.momentum).to(matrix.buffer.dtype)
+    u = (g.lerp(b.to(wide), how.momentum) if how.nesterov else b).to(torch.bfloat16, copy=True)
+    _replace(matrix.buffer, b, how.mask)
     return u
+
+
+def _apply(matrix: _Matrix, o: Tensor) -> None:
+    """Update the weight by what its direction became."""
+    w, how = matrix.weight, matrix.how
+    rate = muon_rate(how.lr, how.adjust_lr_fn, matrix.shape)
+    wide = o.to(torch.promote_types(w.dtype, torch.float32)).mul_(rate)
+    new = w.to(wide.dtype, copy=True).mul_(1 - how.lr * how.weight_decay).sub_(wide)
+    _replace(w, new.to(w.dtype) if matrix.key is None else rounded(new, matrix.key, matrix.start), how.mask)
 
 
 def _replace(old: Tensor, new: Tensor, mask: Tensor | None) -> None:

@@ -1,6 +1,6 @@
 """Share the work on whole matrices out among the processes that hold them in common: each matrix has an owner, who works for all.
 
-Processes take as many matrices at a time as they are, and each owns one. Where matrices are cut, an all-to-all brings the shards
+In a turn n processes take n matrices, and each owns one. Where matrices are cut, an all-to-all brings the shards
 of each to its owner, and another takes back what the owner made of them; where processes have copies, the owner sends it to the
 others. Every process has the same matrices in the same order, so that all of them call the same exchanges.
 """
@@ -23,13 +23,17 @@ Shape = Sequence[int]  # of a whole matrix
 
 
 class Holders(Protocol):
-    """Holders are the processes that hold matrices in common, and work on so many of them at a time."""
+    """Holders are the processes that hold matrices in common, and work on `at_a_time` of them in a turn."""
 
     @property
-    def together(self) -> int: ...
+    def at_a_time(self) -> int: ...
+
+    @property
+    def number(self) -> int:
+        """Return which matrix of a turn this process owns; there is none where the turn has no more than so many."""
 
     def bring(self, pieces: Iterable[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
-        """Return the whole matrix that this process owns of some; None where it owns none.
+        """Return the whole matrix that this process owns of a turn's; None where it owns none.
 
         pieces: what this process holds of each; all are taken, and those kept that an owner needs.
         """
@@ -45,7 +49,7 @@ class Holders(Protocol):
 class Alone:
     """Alone is one process, which holds matrices whole and works on them by itself."""
 
-    together = 1
+    at_a_time, number = 1, 0
 
     def bring(self, pieces: Iterable[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
         (whole,) = pieces
@@ -61,7 +65,7 @@ class Gathered:
     """Gathered are processes that hold a matrix cut along more than one dimension of a mesh: each gathers it and works on all."""
 
     p: Any  # the DTensor of which a piece is the shard here
-    together = 1
+    at_a_time, number = 1, 0
 
     def bring(self, pieces: Iterable[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
         (piece,) = pieces
@@ -76,7 +80,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Owners:
-    """Owners are processes of which each owns one of the matrices that are worked on together.
+    """Owners are processes of which each owns one matrix of a turn.
 
     shards: the group that holds a matrix between them, cut along `dim` as torch.chunk cuts. copies: the group of which each process
     holds the same; the first matrices are owned in the first copy. None for a group of one.
@@ -87,16 +91,20 @@ class Owners:
     dim: int = 0
 
     @property
-    def together(self) -> int:
+    def at_a_time(self) -> int:
         return _size(self.shards) * _size(self.copies)
+
+    @property
+    def number(self) -> int:
+        return _rank(self.copies) * _size(self.shards) + _rank(self.shards)
 
     def bring(self, pieces: Iterable[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
         of_copy = self._of_copy(_rank(self.copies), len(shapes))
         held = [piece for number, piece in enumerate(pieces) if number in of_copy]
         if self.shards is None or not held:
             return held[0] if held else None
-        own = of_copy[_rank(self.shards) :][:1]
-        shards = self._exchange(held, [cut for number in own for cut in self._cuts(shapes[number])], held[0])
+        cuts = self._cuts(shapes[self.number]) if self.number in of_copy else []
+        shards = self._exchange(held, cuts, held[0])
         return torch.cat(shards, self.dim) if shards else None
 
     def give(self, made: Tensor | None, shapes: Sequence[Shape], like: Tensor) -> Iterator[Tensor]:

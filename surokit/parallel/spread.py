@@ -51,7 +51,8 @@ class Spread:
 def parallelize(model: nn.Module, parallel: Parallel | None = None) -> nn.Module:
     """Divide a model among the processes that were started together, and return the module to call in a loop of your own.
 
-    Gradients are means over the processes, as torch's are. A recipe comes before, the optimizer after, on model.parameters().
+    Gradients are means over the processes, as torch's are. A recipe comes before, the optimizer after, on model.parameters();
+    surokit.Muon takes the module that is returned.
     The values of the first process count. The model moves to this process' GPU, if there is one. `Session(parallel=...)` does
     this by itself.
 

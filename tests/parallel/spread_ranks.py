@@ -432,7 +432,7 @@ def own_loop(folder: Path) -> dict[str, Any]:
 
 def shares_matrices_out(folder: Path) -> dict[str, Any]:
     device = join(LAYOUTS["copies"]).device.type
-    found = {name: job() for name, job in matrices.jobs(device).items()}
+    found = {name: job() for name, job in matrices.jobs(device).items()} | matrices.leaves_to_each(device)
     return found | {layout: in_a_step(LAYOUTS[layout]) for layout in ("copies", "shards")}
 
 

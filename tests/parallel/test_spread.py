@@ -280,6 +280,8 @@ def test_gradients_of_ones_own_loop_are_means(ranks: Any) -> None:
 @pytest.mark.parametrize("case", matrices.CASES)
 def test_processes_update_a_matrix_as_one_does(ranks: Any, case: str, way: str) -> None:
     """Bit for bit, whichever of them owns it."""
+    if case == matrices.DRAWN and ("rows" in way or "columns" in way):
+        pytest.skip("each shard draws bits of its own")
     for found in found_in(ranks, MATRICES):
         for what in ("weights", "momentum"):
             ours, expected = found[f"{case} by {way}"][what], found[f"{case} by {matrices.ALONE}"][what]
@@ -288,11 +290,15 @@ def test_processes_update_a_matrix_as_one_does(ranks: Any, case: str, way: str) 
 
 @pytest.mark.parametrize("way", matrices.SHARED_OUT)
 @pytest.mark.parametrize("case", matrices.CASES)
-def test_each_matrix_is_computed_once(ranks: Any, case: str, way: str) -> None:
+def test_each_matrix_is_computed_by_its_owner(ranks: Any, case: str, way: str) -> None:
     found = found_in(ranks, MATRICES)
     flop = [each[f"{case} by {way}"]["flop"] for each in found]
     assert sum(flop) == found[0][f"{case} by {matrices.ALONE}"]["flop"]
-    assert min(flop) > 0
+    assert flop == [matrices.owned_flop(case, way, rank) for rank in range(RANKS)]
+
+
+def test_what_copies_do_not_share_is_each_process_own(ranks: Any) -> None:
+    assert all(found["left"] for found in found_in(ranks, MATRICES))
 
 
 @pytest.mark.parametrize("layout", ["copies", "shards"])
@@ -300,7 +306,7 @@ def test_a_session_shares_matrices_out_as_its_plan_says(ranks: Any, layout: str)
     found = [found[layout] for found in found_in(ranks, MATRICES)]
     shape: Any = sk.plan(CONFIG).shape
     planned = muon_step(shape, None, RANKS, RANKS, zero=LAYOUTS[layout].over(RANKS).zero)
-    assert sum(each["flop"] for each in found) == RANKS * planned.flop
+    assert max(each["flop"] for each in found) == planned.flop
     assert sum(each["bytes"] for each in found) == RANKS * planned.sent
 
 

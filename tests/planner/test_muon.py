@@ -138,6 +138,27 @@ def test_experts_are_shared_out_among_those_that_have_them() -> None:
     assert copied.sent == 2 * sum(size.values())
     assert divided.sent == pytest.approx(2 * 2 * size[False] / 8)
     assert muon_step(shape, None, zero=2).sent == muon_step(shape, None).sent == 0
+    many = muon_step(shape, None, 64, 64, 2)  # of 8 experts: 56 GPUs have none
+    assert many.flop == pytest.approx(owned(shape, False, 64) + of[True] / 8)
+
+
+def owned(shape: Any, expert: bool, n: int) -> int:
+    """The FLOPs of the first of n owners, matrix by matrix."""
+    each = [h.flop // h.count for h in hidden_matrices(shape, None) for _ in range(h.count) if h.expert == expert]
+    return sum(sorted(each, reverse=True)[::n])
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 30, 64, 512])
+def test_the_first_owner_has_the_largest_matrix_of_each_turn(gpus: int) -> None:
+    shape: Any = plan(LLAMA).shape
+    assert muon_step(shape, None, gpus, gpus, 2).flop == owned(shape, False, gpus)
+
+
+def test_between_nodes_shards_go_through_a_card_of_each_gpu() -> None:
+    given = {"between_gb_s": 50, "gpus": 16, "zero": 2, **STEP}
+    adamw, muon = (plan(LLAMA, optimizer=name, **given).estimate.communication for name in ("adamw", "muon"))
+    sent = 2 * 2 * sum(each.parameters for each in hidden_matrices(plan(LLAMA).shape, None)) / 16
+    assert muon.exposed_ms - adamw.exposed_ms == pytest.approx(sent * (16 - 8) / 16 / 50e9 * 1e3)
 
 
 @pytest.mark.parametrize(

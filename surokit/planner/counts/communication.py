@@ -70,7 +70,7 @@ def communicate(
     peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
     between_gb_s    share of the node's network that one GPU has, 50 for a card of 400 Gbit/s; needed beyond `gpus_a_node` GPUs
     exchange        what each GPU of such a group sends between the layers, in the whole step
-    update_bytes    that the optimizer's step sends: Muon's matrices, to those that own them and back
+    update_bytes    that go between GPUs in the optimizer's step: Muon's matrices, to those that own them and back
     """
     if exchange.forward_ms is None or exchange.backward_ms is None:
         return Communication(exchange.bytes, None, None, None, f"between layers; {exchange.how}")
@@ -93,9 +93,12 @@ def communicate(
         in_forward, in_backward = a * weight_bytes, a * (weight_bytes + gradient_bytes)
         how = "all-gather of the weights twice, reduce-scatter of the gradients"
     if update_bytes:
-        late, how = late + update_bytes, f"{how}, exchange of Muon's matrices"
+        how = f"{how}, exchange of Muon's matrices"
+    # shards go to owners and back, straight from GPU to GPU; whole matrices of an owner go around a ring
+    direct = update_bytes if zero else 0.0
+    late += update_bytes - direct
     ring = (gpus - 1) / gpus
-    sent = ring * (in_forward + in_backward + late) + exchange.bytes
+    sent = ring * (in_forward + in_backward + late + direct) + exchange.bytes
     how = f"{how}{f', {a} micro-batches' if a > 1 else ''}; {gpus:,} GPUs"
     nodes = -(-gpus // gpus_a_node)
     if nodes > 1 and between_gb_s is None:
@@ -108,13 +111,17 @@ def communicate(
         links[between_gb_s] = max(links.get(between_gb_s, 0.0), (nodes - 1) / nodes / gpus_a_node / between_gb_s / 1e6)
     link = max(links, key=lambda rate: links[rate])
     each = links[link]
-    ms = each * (in_forward + in_backward + late) + between
+    inside = min(gpus, gpus_a_node)
+    ways = [(inside - 1) / peer_gb_s] if peer_gb_s else []
+    ways += [(gpus - inside) / between_gb_s] if nodes > 1 and between_gb_s else []
+    late_ms = late * each + direct / gpus * max(ways) / 1e6
+    ms = each * (in_forward + in_backward) + late_ms + between
     # gradients that are sent once meet the last backward, and what is sent between layers each of them
     last = a if zero <= 1 else 1
     more = exchange.backward_ms / last
-    exposed = late * each + max(0.0, in_forward * each + exchange.forward_ms - forward_ms)
+    exposed = late_ms + max(0.0, in_forward * each + exchange.forward_ms - forward_ms)
     exposed += max(0.0, in_backward * each + more - backward_ms) + (last - 1) * max(0.0, more - backward_ms)
-    waited = late * each + max(0.0, in_forward * each - forward_ms) + max(0.0, in_backward * each - backward_ms)
+    waited = late_ms + max(0.0, in_forward * each - forward_ms) + max(0.0, in_backward * each - backward_ms)
     how += f", bound by the link of {link:g} GB/s{f'; {exchange.how}' * bool(exchange.how)}; the rest behind the passes"
     return Communication(sent, ms, exposed, link, how, between, waited)
 

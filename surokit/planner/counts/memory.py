@@ -44,7 +44,7 @@ from surokit.planner.counts.activations import Activations, Ours, loss_rows, rep
 from surokit.planner.counts.division import WHOLE, Division
 from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.counts.fused_activations import FusedLayers
-from surokit.planner.counts.muon import SCRATCH, hidden_matrices, hidden_share
+from surokit.planner.counts.muon import OWN, SCRATCH, hidden_matrices, hidden_share
 from surokit.planner.counts.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.counts.transformers_activations import Theirs
 from surokit.planner.inputs.shape import Shape, built_here
@@ -226,7 +226,7 @@ class Setup:
         return self.replicas / (1 + (self.division.expert - 1) * self.experts[stage >= 3])
 
     @property
-    def owners(self) -> tuple[int, int, int]:
+    def sharing(self) -> tuple[int, int, int]:
         """Return how many GPUs have the same matrices and the same experts, whole or in shards, and ZeRO's stage."""
         return self.replicas, max(1, self.replicas // self.division.expert), self.zero
 
@@ -749,7 +749,8 @@ def _optimizer_scratch(shape: Shape, trained: float, recipe: Any, setup: Setup) 
     if setup.optimizer in ("adamw", "muon") and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:
         scratch = 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
     if setup.optimizer == "muon":
-        scratch = max([scratch, *(SCRATCH * each.n * each.k for each in hidden_matrices(shape, recipe))])
+        each_element = SCRATCH + OWN * (setup.replicas > 1 and not setup.zero)
+        scratch = max([scratch, *(each_element * each.n * each.k for each in hidden_matrices(shape, recipe))])
     return scratch
 
 

@@ -10,13 +10,14 @@ A Newton-Schulz step of a matrix, turned so that it has m rows and n >= m column
 A training step of T tokens computes 6 m n T FLOPs with the same matrix, so Muon adds (10 m + 5 m^2 / n) / (3 T): 5 m / T where the
 matrix is square. The rest of an update is operation by operation, which optim/muon.py has; the counts below are of its lines.
 
-GPUs that have the same matrices share them out. Where ZeRO shards the states, the owner of a matrix is sent the shards of its
-update in bfloat16 and sends back those of the result: of n GPUs each sends 1 / n of all matrices twice. Without ZeRO an owner sends
-the result to all others. Experts are divided as whole matrices, of which ZeRO sends nothing.
+GPUs that have the same matrices share them out, the largest first, n in a turn of n. Where ZeRO shards the states, the owner of a
+matrix is sent the shards of its update in bfloat16 and sends back those of the result: of n GPUs each sends 1 / n of all matrices
+twice. Without ZeRO an owner sends the result to all others. Experts are divided as whole matrices, of which ZeRO sends nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,8 @@ STEPS = 5
 NEWTON_SCHULZ = "Newton-Schulz"  # the part of a step
 _BF16 = 2  # bytes in which Newton-Schulz computes
 #: Bytes an element of the largest matrix that an update holds at its fullest: a weight or a gradient, a momentum and two more in
-#: float32 or less.
-SCRATCH = 14
+#: float32 or less. A copy beside others holds the matrix that it owns too.
+SCRATCH, OWN = 14, 2
 _LAUNCHES = 26 + 3 * STEPS  # operations on a matrix
 _MOVED = 130  # bytes an element of the operations beside the products: 126 to 134, by the dtypes
 
@@ -81,8 +82,8 @@ def hidden_share(shape: Shape, recipe: Any) -> float:
 
 @dataclass(frozen=True)
 class MuonStep:
-    """A MuonStep is an update of hidden matrices on one GPU: FLOPs and bytes of Newton-Schulz, bytes of the rest, launches of each,
-    and the bytes of matrices that a GPU sends others or has from them (0 on one)."""
+    """A MuonStep is an update of hidden matrices on the GPU that has most to do: FLOPs and bytes of Newton-Schulz, bytes of the
+    rest, launches of each, and the bytes that go between GPUs, of which (n - 1) / n leave or reach one of n."""
 
     flop: float
     products_bytes: float
@@ -94,17 +95,42 @@ class MuonStep:
 
 def muon_step(shape: Shape, recipe: Any, gpus: int = 1, expert_gpus: int = 1, zero: int = 0) -> MuonStep:
     """Count an update. gpus, expert_gpus: that have the same matrices, and the same experts. zero: ZeRO's stage."""
-    owned = [(each, expert_gpus if each.expert else gpus) for each in hidden_matrices(shape, recipe)]
-    shared = [(each, n) for each, n in owned if n > 1]
+    every = hidden_matrices(shape, recipe)
+    plain, experts = ([each for each in every if each.expert == expert] for expert in (False, True))
     if zero:
-        sent = sum(2 * each.parameters / n for each, n in shared if not each.expert)
+        owned = [
+            *_first_owner(plain, gpus),
+            *((each, each.count * _most_experts(shape, expert_gpus)) for each in experts),
+        ]
+        held = [(each, each.count / gpus) for each in plain] + owned[len(plain) :]
+        launched = [(each, float(each.count)) for each in plain] + owned[len(plain) :]
+        sent = sum(2 * each.parameters / gpus for each in plain) if gpus > 1 else 0.0
     else:
-        sent = sum(each.parameters for each, _ in shared)
+        turns = [(plain + experts, gpus)] if gpus == expert_gpus else [(plain, gpus), (experts, expert_gpus)]
+        owned = [found for kinds, n in turns for found in _first_owner(kinds, n)]
+        held = launched = [(each, float(each.count)) for each in every]
+        sent = sum(each.parameters for kinds, n in turns for each in kinds if n > 1)
     return MuonStep(
-        flop=sum(each.flop / n for each, n in owned),
-        products_bytes=sum(each.bytes / n for each, n in owned),
-        bytes=_MOVED * sum(each.parameters / (n if zero else 1) for each, n in owned),
-        products_launches=3 * STEPS * sum(each.count / n for each, n in owned),
-        launches=(_LAUNCHES - 3 * STEPS) * sum(each.count / (n if zero and each.expert else 1) for each, n in owned),
+        flop=sum(each.flop / each.count * count for each, count in owned),
+        products_bytes=sum(each.bytes / each.count * count for each, count in owned),
+        bytes=_MOVED * sum(each.n * each.k * count for each, count in held),
+        products_launches=3 * STEPS * sum(count for _, count in owned),
+        launches=(_LAUNCHES - 3 * STEPS) * sum(count for _, count in launched),
         sent=_BF16 * sent,
     )
+
+
+def _first_owner(kinds: Iterable[Hidden], n: int) -> list[tuple[Hidden, float]]:
+    """Return how many of each kind the first of n processes owns, which has the largest matrix of every turn."""
+    found, before = [], 0
+    for each in sorted(kinds, key=lambda each: each.flop / each.count, reverse=True):
+        after = before + each.count
+        found.append((each, float(-(-after // n) - -(-before // n))))
+        before = after
+    return found
+
+
+def _most_experts(shape: Shape, n: int) -> float:
+    """Return the share of a block's experts that the GPU with most of them has, whole ones, of n that divide them."""
+    assert shape.experts is not None
+    return -(-shape.experts.here // n) / shape.experts.here

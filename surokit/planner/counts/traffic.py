@@ -455,7 +455,7 @@ def _update(shape: Shape, recipe: Any, setup: Setup, trained: float, tensors: in
         # hot columns; of the others the gradients on their way down and, at most every step, the weights that land
         moved = setup.hot * (3 * 8 + 2 * e) + (1 - setup.hot) * 4 * e
     if setup.optimizer == "muon":
-        m, mine = muon_step(shape, recipe, *setup.owners), mine * (1 - hidden_share(shape, recipe))
+        m, mine = muon_step(shape, recipe, *setup.sharing), mine * (1 - hidden_share(shape, recipe))
         yield Load(
             "optimizer", "optimizer", "optimizer", NEWTON_SCHULZ, 1, m.flop, m.products_bytes, m.products_launches
         )

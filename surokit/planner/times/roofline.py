@@ -364,7 +364,7 @@ def _communication(
     weights = _weight_bytes(shape, recipe, width)
     updates = 0.0
     if setup.optimizer == "muon":
-        updates = muon_step(shape, recipe, *setup.owners).sent
+        updates = muon_step(shape, recipe, *setup.sharing).sent
 
     def over(e: int, trains: float, holds: float, exchange: Exchange) -> Communication:
         """Count what is sent over 1 / e of the replicas, of these shares of what trains and of the weights."""
