@@ -32,6 +32,7 @@ from surokit.bench.evidence_plan import (
     CONTROL,
     LENGTH,
     OF_TASKS,
+    ORTHONORMAL,
     PROCESSOR,
     SETTINGS,
     SWITCHED,
@@ -50,6 +51,8 @@ from surokit.environment import environment
 from surokit.places import write_whole
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from surokit.train import Session
     from surokit.train.checkpoint_files import Checkpoint
     from surokit.train.stream import Batch
@@ -164,7 +167,7 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
         trained = sk.Session.resume(folder / run.base.folder, data=texts_of(run.base)[0])
         assert trained.steps == run.base.steps, f"{run.base.key} has not ended, and {run.key} goes on from its end"
         model.load_state_dict(trained.model.state_dict())
-    return sk.Session(
+    session = sk.Session(
         model,
         data,
         recipe=recipe_of(run.recipe),
@@ -176,6 +179,22 @@ def _session(run: Run, folder: Path, data: Any) -> Session:
         run_dir=where,
         exist="resume",
     )
+    if run.recipe == ORTHONORMAL:
+        _make_orthonormal(session.model, run.seed)
+    return session
+
+
+def _make_orthonormal(model: nn.Module, seed: int) -> None:
+    """Let the adapters' A begin with orthogonal rows, as long as those that an adapter begins with otherwise."""
+    import torch
+
+    from surokit.nn.loftq import LENGTH
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_A" in name:
+                p.copy_(LENGTH * torch.nn.init.orthogonal_(torch.empty(p.shape), generator=generator))
 
 
 @lru_cache(maxsize=2)
