@@ -6,7 +6,7 @@ Nothing here draws a random number that a seed does not give.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -187,24 +187,54 @@ def judged(low: float, high: float, gate: float) -> str:
     return "outside" if low > gate or high < -gate else "undecided"
 
 
-def paired_gap(*groups: Sequence[float], level: float = 0.95) -> Gap:
+class Noise(NamedTuple):
+    """A Noise says how much a number varies: its variance, and by how many degrees of freedom that is known; nan by none."""
+
+    variance: float
+    degrees: int
+
+
+def residual_noise(cells: Iterable[tuple[Hashable, Hashable, float]]) -> Noise:
+    """Return the noise of numbers that are a block's effect, a treatment's effect and noise, all added.
+
+    cells: of block, treatment and number; a block may lack a treatment, or have it several times. What least squares leave is the
+    noise, which is taken to be the same everywhere.
+    """
+    rows = list(cells)
+    effects = {
+        effect: i for i, effect in enumerate(dict.fromkeys(e for b, t, _ in rows for e in (("block", b), ("of", t))))
+    }
+    design = np.zeros((len(rows), len(effects)))
+    for row, (block, treatment, _) in zip(design, rows, strict=True):
+        row[[effects["block", block], effects["of", treatment]]] = 1
+    numbers = np.array([number for _, _, number in rows], np.float64)
+    found, _, rank, _ = np.linalg.lstsq(design, numbers, rcond=None)
+    degrees = len(rows) - int(rank)
+    left = numbers - design @ found
+    return Noise(float(left @ left) / degrees if degrees else math.nan, degrees)
+
+
+def paired_gap(*groups: Sequence[float], level: float = 0.95, noises: Sequence[Noise] | None = None) -> Gap:
     """Return the mean of differences between paired runs, with the interval of Student's t.
 
     Of several groups, such as sizes of a model, it is the mean of their means. Each group has a spread of its own, of which the
-    root mean square is told; the degrees of freedom are those of Welch and Satterthwaite, rounded down. No interval where a
-    group has one difference only. Raises ValueError where one has none.
+    root mean square is told; the degrees of freedom are those of Welch and Satterthwaite, rounded down. noises: of a difference of
+    each group, where more is known than its own differences say. No interval where nothing is, as of one difference only. Raises
+    ValueError where a group has none.
     """
     values = [np.asarray(group, np.float64) for group in groups]
     if not values or not all(len(group) for group in values):
         raise ValueError("paired_gap() needs at least one difference, in every group.")
     pairs, mean = sum(map(len, values)), float(np.mean([group.mean() for group in values]))
-    if min(map(len, values)) == 1:
+    if noises is None:
+        noises = [Noise(float(group.var(ddof=1)) if len(group) > 1 else math.nan, len(group) - 1) for group in values]
+    if not all(noise.degrees for noise in noises):
         return Gap(math.nan, mean, math.nan, math.nan, pairs, math.nan)
-    variances = [float(group.var(ddof=1)) for group in values]
-    squares = [variance / len(group) for variance, group in zip(variances, values, strict=True)]
-    spread, error = math.sqrt(float(np.mean(variances))), math.sqrt(sum(squares)) / len(values)
-    over = sum(square**2 / (len(group) - 1) for square, group in zip(squares, values, strict=True))
-    degrees = math.floor(sum(squares) ** 2 / over * (1 + 1e-12)) if over else pairs - len(values)
+    squares = [noise.variance / len(group) for noise, group in zip(noises, values, strict=True)]
+    spread = math.sqrt(float(np.mean([noise.variance for noise in noises])))
+    error = math.sqrt(sum(squares)) / len(values)
+    over = sum(square**2 / noise.degrees for square, noise in zip(squares, noises, strict=True))
+    degrees = math.floor(sum(squares) ** 2 / over * (1 + 1e-12)) if over else sum(noise.degrees for noise in noises)
     half = student_t((1 + level) / 2, degrees) * error
     p = 2 * (1 - student_t_below(abs(mean) / error, degrees)) if error else float(mean == 0)
     return Gap(mean - half, mean, mean + half, spread, pairs, p)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from surokit.bench import evidence
-from surokit.bench.evidence_plan import OF_TEXTS, SETTINGS, Run, baseline_of, baseline_run, run_of
-from surokit.bench.evidence_table import gaps
+from surokit.bench.evidence_plan import (
+    CONTROL,
+    OF_TASKS,
+    OF_TEXTS,
+    SETTINGS,
+    Run,
+    baseline_of,
+    baseline_run,
+    run_of,
+)
+from surokit.bench.evidence_table import gaps, noise
 from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
-from surokit.statistics import Interval, paired_gap, student_t
+from surokit.statistics import Interval, Noise, paired_gap, student_t
 
 FILE = "evidence.json"
 AGAIN = "evidence, run again"  # what a file of runs that were made again calls itself
@@ -72,38 +83,45 @@ def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
     chosen: dict[Run, None] = {}
     for run in (run_of(found[key]) for key in found if only in key):
         beside = baseline_run(found, run.kind, run.size, run.recipe, run.seed)
-        baseline = run_of(found[beside.key]) if beside and beside.key in found else None
-        chosen |= dict.fromkeys(each for each in (run.base, baseline, run) if each)
+        twin = replace(beside, recipe=CONTROL) if beside else None
+        baselines = [run_of(found[each.key]) for each in (beside, twin) if each and each.key in found]
+        chosen |= dict.fromkeys(each for each in (run.base, *baselines, run) if each)
     return list(chosen)
 
 
 def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduction:
-    """Compare two raw files: each run's held-out loss to the bit, and gaps by the interval in which the mean of as many new seeds
-    lies in 95 of 100 studies (Student's t, from the spread between the seeds of then)."""
+    """Compare two raw files: each run's held-out loss to the bit, and gaps by intervals in all of which the means of as many new
+    seeds lie in 95 of 100 studies (Student's t, from the noise between the seeds of then)."""
     both = {key: (then["evidence"][key], new) for key, new in now["evidence"].items() if key in then["evidence"]}
     figures = [
-        Figure(f"{key}: held-out loss", plain(old["held_out"]), plain(new["held_out"]), is_loss=True)
+        Figure(
+            f"{key}: held-out loss", plain(old["held_out"]), plain(new["held_out"]), is_loss=new["kind"] not in OF_TASKS
+        )
         for key, (old, new) in both.items()
     ]
-    made = {"evidence": {key: new for key, (_, new) in both.items()}}
-    sizes = {new["size"]: None for _, new in both.values()}
-    for kind, recipes in OF_TEXTS.items():
-        for size in sizes:
-            for recipe in recipes:
-                new = gaps(made, kind, size, recipe) if recipe != baseline_of(recipe) else []
-                if new:
-                    old = expected([100 * gap for gap in gaps(then, kind, size, recipe)], len(new))
-                    figures.append(Figure(f"{kind} {size} {recipe}: gap, %", old, plain(100 * statistics.mean(new))))
+    made = {"evidence": {key: new for key, (_, new) in both.items()}, "rates": then["evidence"]}
+    sizes = dict.fromkeys(new["size"] for _, new in both.values() if new["kind"] not in OF_TASKS)
+    compared = {
+        (kind, size, recipe): new
+        for kind, recipes in OF_TEXTS.items()
+        for size, recipe in itertools.product(sizes, recipes)
+        if recipe != baseline_of(recipe) and (new := gaps(made, kind, size, recipe))
+    }
+    for (kind, size, recipe), new in compared.items():
+        level = 1 - 0.05 / len(compared)
+        old = expected(gaps(then, kind, size, recipe), noise(then, kind, size, recipe), len(new), level)
+        figures.append(Figure(f"{kind} {size} {recipe}: gap, %", old.times(100), plain(100 * statistics.mean(new))))
     differences = differences_of(then["environment"], now["environment"], VERSIONS)
     differences += [f"code of {key}" for key, (old, new) in both.items() if old.get("source") != new.get("source")]
     differences += [f"data of {key}" for key, (old, new) in both.items() if old.get("data") != new.get("data")]
     return Reproduction(tuple(figures), tuple(differences), "Versions, machine, code and data")
 
 
-def expected(values: list[float], count: int) -> Interval:
-    """Return where the mean of `count` new seeds is expected after these; no interval from fewer than two."""
-    gap = paired_gap(values)
-    if gap.pairs < 2:
+def expected(values: list[float], noise: Noise | None, count: int, level: float) -> Interval:
+    """Return where the mean of `count` new seeds is expected after these; no interval where nothing says how much they vary."""
+    gap = paired_gap(values, noises=[noise] if noise else None)
+    if math.isnan(gap.spread):
         return plain(gap.mean)
-    half = student_t(0.975, gap.pairs - 1) * gap.spread * math.sqrt(1 / gap.pairs + 1 / count)
+    degrees = noise.degrees if noise else gap.pairs - 1
+    half = student_t((1 + level) / 2, degrees) * gap.spread * math.sqrt(1 / gap.pairs + 1 / count)
     return Interval(gap.mean - half, gap.mean, gap.mean + half)

@@ -202,7 +202,7 @@ def plan(earlier: Mapping[str, Any], pilot: Mapping[str, Any]) -> list[dict[str,
         gaps = [run[known] / run[base] - 1 for run in earlier["runs"]]
         gap, spread = statistics.mean(gaps), drawn if base == "bf16" else statistics.stdev(gaps)
         gap = gap / 3 if name == SWITCHED else gap  # NVIDIA's 1.5 % became 0.5 %
-        spreads = {f"spread x {factor:g}": factor * spread for factor in (1.0, 0.5)}
+        spreads = {f"spread x {factor:g}": factor * spread for factor in (1.5, 1.0, 0.5)}
         seeds = {words: count_for_gate(gate, gap, each) for words, each in spreads.items()}
         count = seeds_of(name, "1M")
         power = {words: power_of_gate(gate, gap, each, count) for words, each in spreads.items()}

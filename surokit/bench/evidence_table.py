@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from surokit.bench.evidence_plan import (
     ABLE,
+    ALONE,
     CONTROL,
+    FROM_SCRATCH,
     FROZEN,
     GATES,
     OF_TEXTS,
@@ -32,7 +34,7 @@ from surokit.bench.evidence_plan import (
 )
 from surokit.bench.result import markdown
 from surokit.bench.results_store import mixed
-from surokit.statistics import paired_gap
+from surokit.statistics import Noise, paired_gap, residual_noise
 
 ALL = "all"  # sizes together: the mean of their means
 #: Kinds of runs in words.
@@ -56,14 +58,36 @@ def _compared(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[
     """Return a recipe's run and the baseline's, of a size or a task, for every seed that has both: with bf16's twin, where that is
     trained, since the mean of two is less uncertain."""
     found, compared = data["evidence"], []
+    rates = data.get("rates", found)
     for seed in range(max(*SEEDS.values(), TASK_SEEDS)):
-        own = at_its_rate(found, kind, of, recipe, seed)
-        base = baseline_run(found, kind, of, recipe, seed)
+        own = at_its_rate(rates, kind, of, recipe, seed)
+        base = baseline_run(rates, kind, of, recipe, seed)
         if own and base and {own.key, base.key} <= found.keys():
             twins = [replace(base, recipe=CONTROL)] if base.kind == "scratch" and recipe != CONTROL else []
             beside = [base, *(twin for twin in twins if twin.key in found)]
             compared.append((found[own.key], [found[run.key] for run in beside]))
     return compared
+
+
+def noise(data: Mapping[str, Any], kind: str, size: str, recipe: str) -> Noise | None:
+    """Return how much a gap varies between seeds; None of adapters, where each recipe's own gaps say that.
+
+    From scratch every run varies alike, by the draws of rounding: all runs of a size tell how much, bf16's two as one recipe,
+    without those that share most of their steps with another. What a seed and a recipe do to a loss is taken out before.
+    """
+    if kind not in ("scratch", "alone"):
+        return None
+    found, cells = data["evidence"], []
+    rates = data.get("rates", found)
+    for of, recipes in (("scratch", FROM_SCRATCH), ("alone", ALONE)):
+        for each, seed in itertools.product(recipes, range(SEEDS[size])):
+            run = at_its_rate(rates, of, size, each, seed)
+            if run is not None and run.first_part is None and run.key in found:
+                cells.append((seed, baseline_of(each) if each == CONTROL else each, math.log(loss_at(found[run.key]))))
+    of_a_run = residual_noise(cells)
+    compared = _compared(data, kind, size, recipe)
+    factor = statistics.mean(1 + 1 / len(baselines) for _, baselines in compared) if compared else 1.0
+    return Noise(of_a_run.variance * factor, of_a_run.degrees)
 
 
 def accuracies(data: Mapping[str, Any], kind: str, task: str, recipe: str) -> list[float]:
@@ -78,26 +102,38 @@ def steps_to(found: Mapping[str, Any], accuracy: float) -> int | None:
 
 
 def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each recipe and size, and one for all sizes of a recipe together: the mean gap with its interval, its
-    spread, p-value, gate and verdict. All sizes together are outside of a gate where one of them is."""
+    """Return a row for each recipe and size, and one for the sizes of a recipe that have an interval, together: the mean gap with
+    its interval, its spread, p-value, gate and verdict."""
     found = []
     for kind, recipes in OF_TEXTS.items():
         for recipe in recipes:
             of_sizes = {size: gaps(data, kind, size, recipe) for size in SIZES if recipe != baseline_of(recipe)}
-            there: dict[str, tuple[list[float], ...]] = {size: (values,) for size, values in of_sizes.items() if values}
+            there = {size: (values, noise(data, kind, size, recipe)) for size, values in of_sizes.items() if values}
+            gate = GATES.get(recipe) if kind != "alone" else None
+            rows = {size: _row(gate, [group]) for size, group in there.items()}
             if len(there) > 1:
-                there[ALL] = tuple(values for values in of_sizes.values() if values)
-            gate, verdicts = GATES.get(recipe) if kind != "alone" else None, set()
-            for size, groups in there.items():
-                gap = paired_gap(*groups)
-                verdict = "" if gate is None else "undecided" if math.isnan(gap.low) else gap.within(gate)
-                if size == ALL and "outside" in verdicts:
-                    verdict = "outside"
-                verdicts.add(verdict)
-                found.append(
-                    {"kind": kind, "size": size, "recipe": recipe, **gap._asdict(), "gate": gate, "verdict": verdict}
-                )
+                known = [group for size, group in there.items() if not math.isnan(rows[size]["low"])]
+                # one of several sizes is outside by chance more easily than one size is
+                level = 1 - 0.05 / len(there)
+                far = [size for size, group in there.items() if _row(gate, [group], level)["verdict"] == "outside"]
+                for size in rows.keys() - far:
+                    rows[size] |= {"verdict": rows[size]["verdict"].replace("outside", "undecided")}
+                rows[ALL] = _row(gate, known or list(there.values()))
+                rows[ALL] |= {"verdict": "outside"} if far else {}
+            found += [{"kind": kind, "size": size, "recipe": recipe, **row} for size, row in rows.items()]
     return found
+
+
+def _row(
+    gate: float | None, groups: Sequence[tuple[Sequence[float], Noise | None]], level: float = 0.95
+) -> dict[str, Any]:
+    """Return a gap with its gate and verdict: "better" where all of the interval is below what the gate allows."""
+    noises = [noise for _, noise in groups if noise]
+    gap = paired_gap(*(values for values, _ in groups), level=level, noises=noises or None)
+    verdict = "" if gate is None else "undecided" if math.isnan(gap.low) else gap.within(gate)
+    if gate is not None and gap.high < -gate:
+        verdict = "better"
+    return {**gap._asdict(), "gate": gate, "verdict": verdict}
 
 
 def by_recipe(data: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
@@ -178,7 +214,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 def table_of_losses(data: Mapping[str, Any]) -> str:
     """Make a Markdown table of the gaps, a row for each recipe: the mean of each size, and all sizes together."""
-    head = ["trained", "recipe", *SIZES, "mean of sizes, 95 % interval", "between seeds", "p", "gate", "interval is"]
+    head = ["trained", "recipe", *SIZES, "mean of sizes, 95 % interval", "SD of a seed", "p", "gate", "interval is"]
     body = []
     for (kind, recipe), of_sizes in by_recipe(data).items():
         whole = of_sizes[ALL]
@@ -196,7 +232,10 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
             ]
         )
     settings = {key: value for key, value in data["settings"].items() if isinstance(value, int | str)}
-    words = "held-out loss against bf16, of adapters against bf16 with an adapter, %; in brackets how many seeds"
+    words = (
+        "held-out loss against bf16, of adapters against bf16 with an adapter, %; after ± half of its 95 % interval, in brackets "
+        "how many seeds; a size without an interval is not in the mean"
+    )
     made = markdown({**data, "benchmark": words, "settings": settings}, head, body)
     wanted = planned(data["evidence"])
     there = len(wanted & data["evidence"].keys())
@@ -213,7 +252,8 @@ def _processors(data: Mapping[str, Any]) -> list[str]:
 
 
 def _mean(row: Mapping[str, Any]) -> str:
-    return f"{_percent(row['mean'])} ({row['pairs']})" + ", outside" * (row["verdict"] == "outside")
+    half = "" if math.isnan(row["low"]) else f" ± {100 * (row['high'] - row['mean']):.2f}"
+    return f"{_percent(row['mean'])}{half} ({row['pairs']})" + ", outside" * (row["verdict"] == "outside")
 
 
 def _percent(share: float) -> str:

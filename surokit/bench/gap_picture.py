@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, SOFT, BAND = "#1c1f23", "#5f6670", "#e4e7eb"
-COLORS = {"inside": "#0072B2", "undecided": "#B58900", "outside": "#D55E00", "": "#8A8F98"}
+COLORS = {"inside": "#0072B2", "better": "#0072B2", "undecided": "#B58900", "outside": "#D55E00", "": "#8A8F98"}
 ROW_INCHES = 0.42
 
 
 @dataclass(frozen=True)
 class GapRow:
     """A GapRow is the gaps of one recipe, as shares: of each seed in groups, of which the first is drawn on top, their mean with
-    its interval, the gate and where the interval lies ("inside", "undecided", "outside"; "" without a gate)."""
+    its interval, the gate and where the interval lies ("inside", "better", "undecided", "outside"; "" without)."""
 
     name: str
     groups: Sequence[Sequence[float]]

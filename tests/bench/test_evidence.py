@@ -19,6 +19,7 @@ from surokit import cli
 from surokit.bench import evidence, evidence_again, evidence_picture, evidence_plan, evidence_table
 from surokit.bench.evidence_plan import SWITCHED, Run
 from surokit.bench.result import MEASUREMENTS
+from surokit.statistics import Noise, student_t
 from tests.refusals import refused
 from tests.train.toys import make_batches
 
@@ -247,19 +248,22 @@ def test_the_table_judges_paired_gaps_by_their_gates() -> None:
         {
             "fp8-current": [0.001, 0.0012, 0.0008, 0.001],
             "fp4": [0.02, 0.021, 0.019, 0.02],
-            "mxfp8": [0.0, 0.004, 0.0, 0.004],
+            "mxfp8": [0.002, 0.0022, 0.0018, 0.0022],
+            "quartet-ii": [-0.011, -0.012, -0.011, -0.012],
         }
     )
     rows = {row["recipe"]: row for row in evidence_table.rows(data)}
     assert rows["fp8-current"]["mean"] == pytest.approx(0.001)
-    assert [rows[name]["verdict"] for name in ("fp8-current", "fp4", "mxfp8")] == ["inside", "outside", "undecided"]
-    assert rows["fp8-current"]["p"] < 0.01 < rows["mxfp8"]["p"]
+    names = ("fp8-current", "fp4", "mxfp8", "quartet-ii")
+    assert [rows[name]["verdict"] for name in names] == ["inside", "outside", "undecided", "better"]
+    assert rows["mxfp8"]["p"] < rows["fp8-current"]["p"] < 0.05
     assert evidence_table.gaps(data, "scratch", "1M", "fp4", step=1000) == [0.0] * 4
     on_stories = evidence_table.gaps(data, "scratch", "1M", "fp4", text=evidence_plan.TEXTS[0])
     assert on_stories == pytest.approx([0.02, 0.021, 0.019, 0.02])
     text = evidence_table.table(data)
-    assert f"Not finished: 20 of {len(evidence_plan.planned(data['evidence']))} runs are there." in text
-    assert "| from scratch | `fp4` | +2.000 (4), outside |" in text
+    assert f"Not finished: 23 of {len(evidence_plan.planned(data['evidence']))} runs are there." in text
+    half = 100 * (rows["fp4"]["high"] - rows["fp4"]["mean"])
+    assert f"| from scratch | `fp4` | +2.000 ± {half:.2f} (4), outside |" in text
     one = {key: run for key, run in data["evidence"].items() if "seed 0" in key}
     alone = {row["recipe"]: row for row in evidence_table.rows({**data, "evidence": one})}["fp4"]
     assert math.isnan(alone["low"])
@@ -273,6 +277,35 @@ def test_a_gap_is_to_the_mean_of_bf16_and_its_twin() -> None:
     to_the_mean = [(1 + mine) / (1 + other / 2) - 1 for mine, other in zip(fp4, twin, strict=True)]
     assert evidence_table.gaps(both, "scratch", "1M", "fp4") == pytest.approx(to_the_mean)
     assert evidence_table.gaps(both, "scratch", "1M", evidence_plan.CONTROL) == pytest.approx(twin)
+
+
+def test_all_runs_of_a_size_say_how_much_a_gap_varies() -> None:
+    """Not those that share steps with another; and a gap to two runs varies less than a gap to one."""
+    gaps = {"fp4": [0.01, 0.011, 0.01, 0.011], "fp8-current": [0.0, -0.001, 0.001, 0.0]}
+    few = evidence_table.noise(result_of(gaps), "scratch", "1M", "fp4")
+    switched = evidence_table.noise(
+        result_of(gaps | {evidence_plan.SWITCHED: [0.0, 0.1, -0.1, 0.05]}), "scratch", "1M", evidence_plan.SWITCHED
+    )
+    assert few is not None
+    assert few == switched
+    assert few.degrees == (4 - 1) * (3 - 1)
+    twins = evidence_table.noise(result_of(gaps | {evidence_plan.CONTROL: [0.0] * 4}), "scratch", "1M", "fp4")
+    assert twins is not None
+    assert twins.degrees == few.degrees + 4
+    assert twins.variance < few.variance
+    assert evidence_table.noise(result_of(gaps), "tuning", "1M", "qfp8") is None
+
+
+def test_one_of_three_sizes_is_outside_by_chance_more_easily_than_one() -> None:
+    just = result_of({"fp8-current": [0.0041, 0.0026, 0.0041, 0.0028]})
+
+    def verdicts(runs: dict[str, Any]) -> dict[str, str]:
+        rows = evidence_table.rows({**just, "evidence": runs})
+        return {row["size"]: row["verdict"] for row in rows if row["recipe"] == "fp8-current"}
+
+    assert verdicts(just["evidence"]) == {"1M": "outside"}
+    both = just["evidence"] | at_size(result_of({"fp8-current": [0.0] * 4}), "3M")
+    assert verdicts(both) == {"1M": "undecided", "3M": "inside", evidence_table.ALL: "inside"}
 
 
 def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
@@ -290,8 +323,8 @@ def test_all_sizes_together_are_judged_where_each_has_a_spread() -> None:
     rows = evidence_table.rows({**data, "evidence": data["evidence"] | larger})
     found = {row["size"]: row for row in rows}
     assert math.isnan(found["3M"]["low"])
-    assert found[evidence_table.ALL]["mean"] == pytest.approx((0.005 + 0.004) / 2)
-    assert found[evidence_table.ALL]["verdict"] == "undecided"  # one seed of a size has no spread
+    assert found[evidence_table.ALL]["mean"] == found["1M"]["mean"]  # one seed of a size says nothing of its spread
+    assert found[evidence_table.ALL]["verdict"] == "inside"
 
 
 def test_the_mean_of_sizes_is_no_better_than_the_worst_size() -> None:
@@ -448,14 +481,38 @@ def test_runs_come_behind_those_below_and_beside_them(monkeypatch: pytest.Monkey
     assert Run("scratch", "1M", SWITCHED, 0, 8e-3).first_part == Run("scratch", "1M", "fp4", 0, 8e-3)
 
 
+def test_some_recipes_of_a_study_are_compared_at_its_rates_beside_tasks() -> None:
+    """What was run again lacks the sweep, by which a rate would be chosen; a task's loss may be any, at the same accuracy."""
+    then = result_of({"fp8-current": [0.001, 0.0012, 0.0008, 0.001], evidence_plan.CONTROL: [0.0, 0.001, 0.0, -0.001]})
+    task = Run("task", "addition", "fp8-current", 0, evidence_plan.TASK_RATE)
+    then["evidence"][task.key] = {**asdict(task), "held_out": 0.1, "curve": [[1600, 0.1, 0.9]]}
+    rate = evidence_plan.best_rate(then["evidence"], "1M", "bf16")
+    again = {key: run for key, run in then["evidence"].items() if key == task.key or run["lr"] == rate}
+    again[task.key] = {**again[task.key], "held_out": 0.2}
+    found = evidence_again.compare_studies(then, {**then, "evidence": again})
+    verdicts = {figure.name: figure.verdict for figure in found.figures}
+    assert verdicts["scratch 1M fp8-current: gap, %"] == "inside"
+    assert verdicts["scratch 1M bf16 again: gap, %"] == "inside"
+    assert "far" not in verdicts[f"{task.key}: held-out loss"]
+    assert found.holds
+
+
+def test_the_twin_of_a_baseline_is_run_again_too() -> None:
+    found = result_of({"fp8-current": [0.0] * 4, evidence_plan.CONTROL: [0.0] * 4})["evidence"]
+    chosen = evidence_again.chosen_runs(found, "fp8-current seed 1")
+    assert [run.recipe for run in chosen] == ["bf16", evidence_plan.CONTROL, "fp8-current"]
+
+
 def test_the_mean_of_new_seeds_is_expected_where_it_comes_out() -> None:
     draws, held = np.random.default_rng(0), 0
     for _ in range(1000):
         values = draws.standard_normal(6)
-        held += evidence_again.expected(values[:4].tolist(), 2).holds(values[4:].mean())
+        held += evidence_again.expected(values[:4].tolist(), None, 2, 0.95).holds(values[4:].mean())
     assert held / 1000 == pytest.approx(0.95, abs=0.02)
-    assert not evidence_again.expected([0.1, 0.11, 0.09, 0.1], 2).holds(0.2)
-    assert not evidence_again.expected([0.1], 2).known
+    assert not evidence_again.expected([0.1, 0.11, 0.09, 0.1], None, 2, 0.95).holds(0.2)
+    assert not evidence_again.expected([0.1], None, 2, 0.95).known
+    known = evidence_again.expected([0.1], Noise(0.01**2, 8), 2, 0.95)
+    assert known.high - 0.1 == pytest.approx(student_t(0.975, 8) * 0.01 * 1.5**0.5)
 
 
 def test_a_study_is_reproduced_from_the_command_line(

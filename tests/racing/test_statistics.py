@@ -10,11 +10,13 @@ from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, s
 from surokit.statistics import (
     ROUNDS,
     Interval,
+    Noise,
     bootstrap_interval,
     count_for_gate,
     geometric_mean,
     paired_gap,
     power_of_gate,
+    residual_noise,
     spread,
     student_t,
     wilson_interval,
@@ -183,6 +185,25 @@ class TestPairedGaps:
         low, high = theirs.confidence_interval()
         assert [gap.low, gap.high] == pytest.approx([low / 2, high / 2], rel=0.02)  # whole degrees of freedom
         assert gap.p == pytest.approx(theirs.pvalue, rel=0.05)
+
+    def test_known_noise_takes_the_place_of_the_spread_between_pairs(self):
+        values = np.random.default_rng(4).normal(0.1, 0.2, 6).tolist()
+        own = Noise(float(np.var(values, ddof=1)), 5)
+        assert paired_gap(values, noises=[own]) == paired_gap(values)
+        gap = paired_gap([0.5], noises=[Noise(0.04, 10)])
+        assert gap.high - gap.mean == pytest.approx(student_t(0.975, 10) * 0.2)
+        assert math.isnan(paired_gap([0.5, 0.6], noises=[Noise(math.nan, 0)]).low)
+
+    def test_what_blocks_and_treatments_do_not_explain_is_noise(self):
+        draws = np.random.default_rng(5)
+        found = []
+        for _ in range(300):
+            cells = [(b, t, 3 * b - 7 * t + 0.5 * draws.standard_normal()) for b in range(4) for t in (0, 0, 1, 2)]
+            found.append(residual_noise(cells[:-1]))  # one is missing
+        assert {noise.degrees for noise in found} == {15 - (1 + 3 + 2)}
+        assert np.mean([noise.variance for noise in found]) == pytest.approx(0.25, rel=0.05)
+        alone = residual_noise([("seed", "one", 1.0), ("seed", "other", 2.0)])
+        assert (alone.degrees, math.isnan(alone.variance)) == (0, True)
 
     def test_one_pair_has_no_interval_and_none_is_refused(self):
         gap = paired_gap([0.5])
