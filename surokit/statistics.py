@@ -201,6 +201,8 @@ def residual_noise(cells: Iterable[tuple[Hashable, Hashable, float]]) -> Noise:
     noise, which is taken to be the same everywhere.
     """
     rows = list(cells)
+    if not rows:
+        return Noise(math.nan, 0)
     effects = {
         effect: i for i, effect in enumerate(dict.fromkeys(e for b, t, _ in rows for e in (("block", b), ("of", t))))
     }

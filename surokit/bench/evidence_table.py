@@ -54,6 +54,17 @@ def gaps(
     ]
 
 
+def beside(data: Mapping[str, Any], kind: str, size: str, recipe: str, other: str) -> list[float]:
+    """Return how much higher the held-out loss of one recipe is than another's, as a share, of every seed that has both."""
+    found, differences = data["evidence"], []
+    for seed in range(SEEDS[size]):
+        runs = [at_its_rate(found, kind, size, each, seed) for each in (recipe, other)]
+        ended = [loss_at(found[run.key]) for run in runs if run and run.key in found]
+        if len(ended) == 2:
+            differences.append(ended[0] / ended[1] - 1)
+    return differences
+
+
 def _compared(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, list[Any]]]:
     """Return a recipe's run and the baseline's, of a size or a task, for every seed that has both: with bf16's twin, where that is
     trained, since the mean of two is less uncertain."""

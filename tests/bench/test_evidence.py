@@ -308,6 +308,13 @@ def test_one_of_three_sizes_is_outside_by_chance_more_easily_than_one() -> None:
     assert verdicts(both) == {"1M": "undecided", "3M": "inside", evidence_table.ALL: "inside"}
 
 
+def test_two_recipes_are_compared_with_each_other() -> None:
+    data = result_of({"fp4": [0.01, 0.02, 0.0, 0.01], evidence_plan.SWITCHED: [0.0, 0.01, 0.0, 0.0]})
+    found = evidence_table.beside(data, "scratch", "1M", evidence_plan.SWITCHED, "fp4")
+    assert found == pytest.approx([1 / 1.01 - 1, 1.01 / 1.02 - 1, 0.0, 1 / 1.01 - 1])
+    assert evidence_table.beside(data, "scratch", "3M", evidence_plan.SWITCHED, "fp4") == []
+
+
 def test_the_plan_says_how_many_seeds_a_gate_takes(tmp_path: Path) -> None:
     earlier, pilot = MEASUREMENTS / "recipes.json", MEASUREMENTS / "evidence-pilot.json"
     data = evidence_plan.write_plan(earlier, pilot, tmp_path / "plan.json")

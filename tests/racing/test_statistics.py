@@ -204,6 +204,7 @@ class TestPairedGaps:
         assert np.mean([noise.variance for noise in found]) == pytest.approx(0.25, rel=0.05)
         alone = residual_noise([("seed", "one", 1.0), ("seed", "other", 2.0)])
         assert (alone.degrees, math.isnan(alone.variance)) == (0, True)
+        assert residual_noise([]).degrees == 0
 
     def test_one_pair_has_no_interval_and_none_is_refused(self):
         gap = paired_gap([0.5])
