@@ -33,6 +33,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         _apply
     surokit/offload/weights.py: a module is moved but for some of its parameters
         _apply
+    surokit/optim/muon.py: what torch.compile wraps
+        _orig_mod
     surokit/planner/inputs/introspect.py: what torch.compile wraps, in a part that imports no torch
         _orig_mod
     surokit/profiler/analysis/work.py: operators, what they take and write, and which of them are made of others

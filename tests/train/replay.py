@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from surokit.kernels import OPERATIONS
+from surokit.kernels import OPERATIONS, only_reference
 from surokit.train.engine import Engine
 from surokit.train.session import Session
 
@@ -46,6 +46,16 @@ class NoReads(TorchDispatchMode):
     def __init__(self, said: str = "called a synchronizing CUDA operation") -> None:
         super().__init__()
         self.said = said
+
+    def __enter__(self) -> Any:
+        # C++ for a CPU is no operation of torch, and no part of what a device records
+        self.definitions = only_reference()
+        self.definitions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.definitions.__exit__(*raised)
 
     def check(self, func: Any, args: Any) -> None:
         sized_by_values = func in (aten.index.Tensor, aten.index_put_.default) and any(
