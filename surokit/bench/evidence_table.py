@@ -75,8 +75,8 @@ def _compared(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[
         base = baseline_run(rates, kind, of, recipe, seed)
         if own and base and {own.key, base.key} <= found.keys():
             twins = [replace(base, recipe=CONTROL)] if base.kind == "scratch" and recipe != CONTROL else []
-            beside = [base, *(twin for twin in twins if twin.key in found)]
-            compared.append((found[own.key], [found[run.key] for run in beside]))
+            both = [base, *(twin for twin in twins if twin.key in found)]
+            compared.append((found[own.key], [found[run.key] for run in both]))
     return compared
 
 
