@@ -22,7 +22,7 @@ from surokit.bench.evidence_plan import (
     baseline_run,
     run_of,
 )
-from surokit.bench.evidence_table import gaps, noise
+from surokit.bench.evidence_table import gaps, machine_of, noise
 from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
 from surokit.statistics import Interval, Noise, paired_gap, student_t
 
@@ -111,7 +111,8 @@ def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduc
         level = 1 - 0.05 / len(compared)
         old = expected(gaps(then, kind, size, recipe), noise(then, kind, size, recipe), len(new), level)
         figures.append(Figure(f"{kind} {size} {recipe}: gap, %", old.times(100), plain(100 * statistics.mean(new))))
-    differences = differences_of(then["environment"], now["environment"], VERSIONS)
+    machines = ((machine_of(then, old), machine_of(now, new)) for old, new in both.values())
+    differences = [*dict.fromkeys(each for was, here in machines for each in differences_of(was, here, VERSIONS))]
     differences += [f"code of {key}" for key, (old, new) in both.items() if old.get("source") != new.get("source")]
     differences += [f"data of {key}" for key, (old, new) in both.items() if old.get("data") != new.get("data")]
     return Reproduction(tuple(figures), tuple(differences), "Versions, machine, code and data")

@@ -254,10 +254,15 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
     return "\n\n".join([made, *mixed(data, data["evidence"].values()), *_processors(data), *left])
 
 
+def machine_of(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions and the machine with which a run was made: those of its call where that says another."""
+    calls = data.get("calls", [])
+    return {**data["environment"], **(calls[run["call"]] if calls else {})}
+
+
 def _processors(data: Mapping[str, Any]) -> list[str]:
     """Return the line that says on which processors runs were made; none where it was one."""
-    first, calls = data["environment"], data.get("calls", [])
-    made = ({**first, **(calls[run["call"]] if calls else {})} for run in data["evidence"].values())
+    made = (machine_of(data, run) for run in data["evidence"].values())
     names = dict.fromkeys(", ".join(str(call[key]) for key in PROCESSOR if call.get(key)) for call in made)
     return [f"Runs were made on {' and on '.join(names)}."] * (len(names) > 1)
 

@@ -504,6 +504,16 @@ def test_some_recipes_of_a_study_are_compared_at_its_rates_beside_tasks() -> Non
     assert found.holds
 
 
+def test_a_run_is_compared_with_the_machine_of_its_call() -> None:
+    then = result_of({"fp4": [0.01, 0.02, 0.0, 0.01]})
+    for run in then["evidence"].values():
+        run["call"] = 1
+    then |= {"calls": [{}, {"cpu": "Other"}], "environment": {**then["environment"], "cpu": "One"}}
+    now = {**then, "calls": [{}, {}], "environment": {**then["environment"], "cpu": "Other"}}
+    assert evidence_again.compare_studies(then, now).differences == ()
+    assert "cpu" in evidence_again.compare_studies(then, {**now, "calls": [{}, {"cpu": "Third"}]}).differences[0]
+
+
 def test_the_twin_of_a_baseline_is_run_again_too() -> None:
     found = result_of({"fp8-current": [0.0] * 4, evidence_plan.CONTROL: [0.0] * 4})["evidence"]
     chosen = evidence_again.chosen_runs(found, "fp8-current seed 1")
