@@ -52,9 +52,8 @@ def parallelize(model: nn.Module, parallel: Parallel | None = None) -> nn.Module
     """Divide a model among the processes that were started together, and return the module to call in a loop of your own.
 
     Gradients are means over the processes, as torch's are. A recipe comes before, the optimizer after, on model.parameters();
-    surokit.Muon takes the module that is returned.
-    The values of the first process count. The model moves to this process' GPU, if there is one. `Session(parallel=...)` does
-    this by itself.
+    surokit.Muon takes the module that is returned. The values of the first process count. The model moves to this process' GPU, if
+    there is one. `Session(parallel=...)` does this by itself.
 
     parallel: None divides the weights among all. ValueError for a layout that does not fit the number of processes, and for
     a model that is divided already.

@@ -46,16 +46,19 @@ class NoReads(TorchDispatchMode):
     def __init__(self, said: str = "called a synchronizing CUDA operation") -> None:
         super().__init__()
         self.said = said
+        self.definitions: list[
+            Any
+        ] = []  # one for each time that it was entered: an operation's own are looked at within
 
     def __enter__(self) -> Any:
         # C++ for a CPU is no operation of torch, and no part of what a device records
-        self.definitions = only_reference()
-        self.definitions.__enter__()
+        self.definitions.append(only_reference())
+        self.definitions[-1].__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self.definitions.__exit__(*raised)
+        self.definitions.pop().__exit__(*raised)
 
     def check(self, func: Any, args: Any) -> None:
         sized_by_values = func in (aten.index.Tensor, aten.index_put_.default) and any(
