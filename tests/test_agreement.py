@@ -302,6 +302,13 @@ def test_a_planted_fault_is_named(pair, plant):
     assert why in found.verdict
 
 
+@pytest.mark.parametrize("plant", [coarse_norm, norm_in_bfloat16, rescaled], ids=lambda plant: plant.__name__)
+def test_which_model_has_the_fault_does_not_matter(pair, plant):
+    family, where, _ = FAULTS[plant]
+    ours, theirs = pair(family)
+    assert where in sk.parity(plant(theirs), ours, BATCH).verdict
+
+
 def test_a_cast_of_the_whole_model_rounds_its_rotary_frequencies(pair):
     """transformers keeps them in a buffer, which `.bfloat16()` takes along; over a long text the angles are wrong."""
     _, theirs = pair("llama3")

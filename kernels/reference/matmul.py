@@ -162,10 +162,12 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
     # a compiler plans its own buffers
     if torch.compiler.is_compiling() or M * K + K * N + M * N <= SMALL_ELEMENTS:
         a, b = a_MK.float(), b_KN.float()
+        # written to `y`, since autocast would make bfloat16 of the operands of a product that makes its own result
         if beta:
-            return y_MN.copy_(torch.addmm(y_MN.float(), a, b, beta=beta, alpha=alpha))
-        ab = torch.mm(a, b)
-        return y_MN.copy_(ab if alpha == 1 else ab.mul_(alpha))
+            y = y_MN.float()
+            return y_MN.copy_(torch.addmm(y, a, b, beta=beta, alpha=alpha, out=y))
+        y = torch.mm(a, b, out=a.new_empty((M, N)))
+        return y_MN.copy_(y if alpha == 1 else y.mul_(alpha))
     m, k, n = _block(M, K, N)
     buffer = _scratch(m * n + m * k + k * n)
     for rows, columns in product(_cut(M, m), _cut(N, n)):

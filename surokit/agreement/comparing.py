@@ -1,7 +1,8 @@
 """Run two models on one batch, compare them module by module, and put what was found into one sentence.
 
-Each model runs once without quantized products, and the coarser one twice more, disturbed (observe.py). A model whose recipe
-quantizes products runs once with them. Where a fused step differs, all is done again with hooks inside, which undo the fusion.
+Each model runs once without quantized products, and that of the coarser dtype twice more, disturbed (observe.py); of two with one
+dtype both do, and the smaller effect counts. A model whose recipe quantizes products runs once with them. Where a fused step
+differs, all is done again with hooks inside, which undo the fusion.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -54,7 +56,8 @@ def parity(a: nn.Module, b: nn.Module, batch: Mapping[str, Tensor], *, step: str
     position_ids). step: whose first step is compared, "adamw" or "sgd".
 
     A difference counts where it is larger than the roundings of the coarser dtype explain, which is measured: two more runs
-    have them added at each module. With quantized products two more runs say what these add.
+    of each model that has it have them added at each module, and the smaller effect counts. With quantized products two more runs
+    say what these add.
 
     Both models stay as they are: parameters, gradients, buffers, modes, hooks, histories of delayed scaling, and torch's random
     state. They run in training mode, or both in evaluation mode if one has dropout or a noisy router. Memory: the outputs of
@@ -138,25 +141,29 @@ class Comparison:
                     f"{'ab'[which]}, a {type(self.models[which]).__name__}, gives no loss for input_ids and labels: wrap it so "
                     "that its output has .loss."
                 )
-        coarser = 0 if self._roundoff(0) > self._roundoff(1) else 1
+        roundoffs = [measure.roundoff_of(model, model)[0] for model in self.models]
+        coarser = [which for which in (0, 1) if roundoffs[which] == max(roundoffs)]
         swapped = self.weights[0].keys() | self.weights[1].keys()
         left = {name: noise for name, noise in self.stored.items() if name not in swapped}
         left = measure.left_by_storage(*self.models, left)
-        sizes = measure.levels(self.models[coarser], self.u, left)
+        sizes = measure.levels(self.models[coarser[-1]], self.u, left)
         x, y = self.seen
         for name in x.calls.keys() & y.calls.keys():
             if "rotary" in name:  # float32 holds an angle to its roundoff times the position
                 apart = difference(x.calls[name].given, y.calls[name].given)
                 sizes[name] = max(sizes[name], min(apart, 2.0**-24 * self.labels.shape[1]))
-        self.sizes, self.coarser = sizes, coarser
-        self.noise = measure.Noise()
-        for draw in range(_DRAWS):
-            self.noise.take(self._run(coarser, inside=True, noise=sizes, draw=draw), self.seen[coarser], self.real_BT)
+        self.sizes = sizes
+        noises = [self._noise_of(which) for which in coarser]
+        # a module of one that rounds more than its dtype does makes a step of each disturbance: no noise, but its fault
+        self.noise = reduce(measure.Noise.least, noises)
         self.names = [name for name in x.calls if name in y.calls]
         self._compare()
 
-    def _roundoff(self, which: int) -> float:
-        return measure.roundoff_of(self.models[which], self.models[which])[0]
+    def _noise_of(self, which: int) -> measure.Noise:
+        noise = measure.Noise()
+        for draw in range(_DRAWS):
+            noise.take(self._run(which, inside=True, noise=self.sizes, draw=draw), self.seen[which], self.real_BT)
+        return noise
 
     def _compare(self) -> None:
         """Fill, by module, how far inputs and outputs lie apart and what explains it."""
@@ -286,7 +293,7 @@ class Comparison:
         losses = [float(seen.loss) for seen in self.seen if seen.loss is not None]
         # a loss moves by (p - onehot) times the logits' noise, and the first has at most the norm sqrt(2)
         counted = int((self.labels[:, 1:] != IGNORED).sum())
-        explained = self.noise.loss + self.noise.spread * math.sqrt(2 / counted) + self.u * abs(losses[self.coarser])
+        explained = self.noise.loss + self.noise.spread * math.sqrt(2 / counted) + self.u * min(map(abs, losses))
         return Pair(losses[0], losses[1], MARGIN * explained)
 
     def _loss_parts(self, loss: Pair) -> str:

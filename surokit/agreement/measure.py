@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeGuard
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +159,16 @@ class Noise:
             g, h = noisy.gradients[name], calm.gradients[name]
             if g is not None and h is not None:
                 self.reach[name] = max(self.reach.get(name, 0.0), _finite(float((g.float() - h.float()).abs().amax())))
+
+    def least(self, other: Noise) -> Noise:
+        """Return the smaller of two models' noise, thing by thing; where one model alone has a thing, that model's."""
+
+        def smaller(x: Any, y: Any) -> Any:
+            if isinstance(x, dict):
+                return {name: min(x.get(name, y.get(name)), y.get(name, x.get(name))) for name in x | y}
+            return min(x, y)
+
+        return Noise(*(smaller(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
 
 
 def _finite(value: float) -> float:

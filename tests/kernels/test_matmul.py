@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from surokit import kernels
@@ -238,6 +239,22 @@ def test_autocast(through_float32):
     y.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
+
+
+def test_autocast_casts_no_operand_back(through_float32):
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                multiplied.extend(t.dtype for t in args)
+            return function(*args, **(kwargs or {}))
+
+    multiplied: list[torch.dtype] = []
+    (a, b), bias = matrices(128, 96, 160), torch.randn(160)
+    with torch.autocast("cpu", torch.bfloat16), Products():
+        linear(a, b.t())
+        linear(a, b.t(), bias)
+    assert len(multiplied) >= 5
+    assert set(multiplied) == {torch.float32}
 
 
 def test_autocast_leaves_float64_alone(through_float32):
