@@ -17,11 +17,13 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _MATRIX = (_P, _I, _L, _L)  # its address, whether it is float32, M and K
 _ARGUMENTS = {
     "amax": (*_MATRIX, _L, _L, _P, _I),
-    "encode": (*_MATRIX, _L, _L, _P, _I, _P, _P, _I),
+    "quantize": (*_MATRIX, _L, _L, _I, _F, _P, _I, _P, _P, _P, _L, _L, _I),
     "quantize_nv": (*_MATRIX, _L, _F, _F, _P, _P, _I, _P, _P, _P, _I),
     "quantize_mx": (*_MATRIX, _I, _I, _P, _P, _P, _I),
     "dequantize_mx": (_P, _L, _L, _I, _P, _P, _I, _I),
     "factors_nv": (_P, _L, _L, _L, _P, _P, _I),
+    "values": (_P, _L, _I, _P, _I),
+    "transpose": (_P, _L, _L, _P, _I),
     "round_bf16": (_P, _L, _P, ctypes.c_uint32, _P, _I),
 }
 
@@ -53,6 +55,15 @@ def is_usual_key(key: Tensor) -> bool:
 def is_on_cpu(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> bool:
     """Return whether a tensor lies in the CPU's memory, with this dtype and shape."""
     return x.device.type == "cpu" and x.dtype == dtype and shape in (None, tuple(x.shape))
+
+
+def row_by_row(x_MK: Tensor) -> Tensor:
+    """Return the matrix with its rows one after the other; one of bfloat16 that lies column by column is turned in C++."""
+    x_KM = x_MK.t()
+    if x_MK.is_contiguous() or not x_KM.is_contiguous() or x_MK.dtype != torch.bfloat16:
+        return x_MK.contiguous()
+    turned = torch.empty_like(x_MK, memory_format=torch.contiguous_format)
+    return turned if call("transpose", x_KM, *x_KM.shape, turned) else x_MK.contiguous()
 
 
 def call_with(x_MK: Tensor, function: str, *arguments: Any) -> bool:

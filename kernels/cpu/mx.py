@@ -14,7 +14,7 @@ from surokit.formats import E2M1, E4M3, E5M2, Format
 
 from ..reference import mx as reference
 from ..reference.quantize import DTYPES, grid_of_tiles
-from .library import call, call_with, is_built, is_on_cpu, takes
+from .library import call, call_with, is_built, is_on_cpu, row_by_row, takes
 from .library import why as why
 
 _FORMATS, _RULES = (E2M1, E4M3, E5M2), ("rceil", "floor", "even")  # in the order of quantize.cpp
@@ -23,7 +23,7 @@ _FORMATS, _RULES = (E2M1, E4M3, E5M2), ("rceil", "floor", "even")  # in the orde
 def quantize(x_MK: Tensor, format: Format, rule: reference.Rule, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the codes (float8 [M, K], or packed uint8 [M, ceil(K/2)] for E2M1) and scales, float8_e8m0fnu [M, C]."""
     if rule in _RULES and takes(x_MK, key):
-        x_MK = x_MK.contiguous()
+        x_MK = row_by_row(x_MK)
         shape, dtype = _codes(x_MK.shape, format)
         codes = x_MK.new_empty(shape, dtype=dtype)
         scales_MC = x_MK.new_empty(grid_of_tiles(x_MK, 1, reference.BLOCK), dtype=torch.float8_e8m0fnu)

@@ -15,7 +15,7 @@ from surokit.formats import E2M1, E4M3
 from ..reference import hadamard
 from ..reference import nvfp4 as reference
 from ..reference.quantize import grid_of_tiles
-from .library import call, call_with, is_built, is_on_cpu, takes
+from .library import call, call_with, is_built, is_on_cpu, row_by_row, takes
 from .library import why as why
 
 _EDEN, _FOUR_OVER_SIX = 1, {None: 0, "mse": 2, "mae": 3}  # how quantize.cpp makes the scales
@@ -36,13 +36,13 @@ def quantize(
 
 def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return `quantize` of the rotated x, in blocks of 1 x 16."""
-    return quantize(hadamard.rotate(x_MK, block), 1, key=key)
+    return quantize(hadamard.rotate(row_by_row(x_MK) if takes(x_MK) else x_MK, block), 1, key=key)
 
 
 def quantize_eden(x_MK: Tensor, block: int, rotation: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed codes, block scales and scale of x rotated by the signs of `rotation`: MS-EDEN."""
     if block % reference.COLUMNS == 0 and takes(x_MK, key):
-        y_MK = hadamard.rotate_drawn(x_MK, block, rotation)
+        y_MK = hadamard.rotate_drawn(row_by_row(x_MK), block, rotation)
         if made := _quantized(y_MK, 1, reference.EDEN_REACH, 256.0, None, key, _EDEN):
             return made
     return reference.quantize_eden(x_MK, block, rotation, key)
@@ -71,7 +71,7 @@ def _quantized(
     """Return the codes and scales, None where the reference has to make them. reach: what a block's amax is scaled to."""
     if rows not in (1, 16) or not takes(x_MK, key) or (amax is not None and not _is_usual(amax)):
         return None
-    x_MK = x_MK.contiguous()
+    x_MK = row_by_row(x_MK)
     packed = x_MK.new_empty((x_MK.shape[0], -(-x_MK.shape[1] // 2)), dtype=torch.uint8)
     scales_RC = x_MK.new_empty(grid_of_tiles(x_MK, rows, reference.COLUMNS), dtype=torch.float8_e4m3fn)
     scale = x_MK.new_empty((1, 1), dtype=torch.float32)

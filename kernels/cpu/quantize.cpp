@@ -1,4 +1,4 @@
-// Quantize, decode and round at random on a CPU, each in one pass: the formulas of kernels/reference, with the same roundings in the same order.
+// Quantize, decode and round at random on a CPU: the formulas of kernels/reference, with the same roundings in the same order.
 //
 // Plain C functions over contiguous rows, compiled without contracting products and sums, so that every operation rounds as
 // torch's does. Each returns 0; or 1 where it met what is not finite, and the definition has to say what that becomes; or 2 where
@@ -140,6 +140,15 @@ template <class T>
 uint32_t amax(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, uint32_t* out, int threads) {
   const int64_t R = (M + rows - 1) / rows, C = (K + columns - 1) / columns;
   std::atomic<uint32_t> all{0};
+  const auto raise_to = [&all](uint32_t most) {
+    uint32_t seen = all.load();
+    while (seen < most && !all.compare_exchange_weak(seen, most)) {
+    }
+  };
+  if (R * C == 1) {
+    shared(M, M * K, threads, [&](int64_t begin, int64_t end) { raise_to(largest_of(x + begin * K, (end - begin) * K)); });
+    return *out = all.load();
+  }
   shared(R, M * K, threads, [&](int64_t begin, int64_t end) {
     uint32_t most = 0;
     for (int64_t r = begin; r < end; ++r) {
@@ -153,22 +162,31 @@ uint32_t amax(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, u
         }
       most = std::max(most, C ? *std::max_element(tiles, tiles + C) : 0);
     }
-    uint32_t seen = all.load();
-    while (seen < most && !all.compare_exchange_weak(seen, most)) {
-    }
+    raise_to(most);
   });
   return all.load();
 }
 
+// What the tiles of a row have, for each of its elements: a compiler makes more of one long loop than of many over 16 elements.
+inline void spread(const float* of_tiles, int64_t K, int64_t columns, float* out) {
+  for (int64_t at = 0; at < K; at += columns, ++of_tiles) {
+    if (columns == 16 && at + 16 <= K)
+      std::fill(out + at, out + at + 16, *of_tiles);
+    else
+      std::fill(out + at, out + std::min(at + columns, K), *of_tiles);
+  }
+}
+
 // Codes of n elements of a row, a byte each; `position` is that of the first.
 template <class F, class T>
-inline void codes_of(const T* __restrict x, int64_t n, float factor, float largest, uint32_t position, const int32_t* key,
-                     uint8_t* __restrict out) {
+inline void codes_of(const T* __restrict x, int64_t n, const float* __restrict factors, float largest, uint32_t position,
+                     const int32_t* key, uint8_t* __restrict out) {
   if (key)
     for (int64_t j = 0; j < n; ++j)
-      out[j] = uint8_t(F::code(F::drawn(clamped(number(x[j]) * factor, largest), uniform(position + uint32_t(j), key), largest)));
+      out[j] = uint8_t(
+          F::code(F::drawn(clamped(number(x[j]) * factors[j], largest), uniform(position + uint32_t(j), key), largest)));
   else
-    for (int64_t j = 0; j < n; ++j) out[j] = uint8_t(F::code(F::rounded(clamped(number(x[j]) * factor, largest))));
+    for (int64_t j = 0; j < n; ++j) out[j] = uint8_t(F::code(F::rounded(clamped(number(x[j]) * factors[j], largest))));
 }
 
 // Two codes a byte, the even one in the low half.
@@ -189,8 +207,8 @@ inline void unpack(const uint8_t* __restrict packed, int64_t bytes, uint8_t* __r
 }
 
 // In bfloat16, which has them exactly.
-inline void values_of(const uint8_t* __restrict codes, int64_t n, float scale, uint16_t* __restrict out) {
-  for (int64_t j = 0; j < n; ++j) out[j] = uint16_t(as_bits(E2M1::value(codes[j]) * scale) >> 16);
+inline void values_of(const uint8_t* __restrict codes, int64_t n, const float* __restrict scales, uint16_t* __restrict out) {
+  for (int64_t j = 0; j < n; ++j) out[j] = uint16_t(as_bits(E2M1::value(codes[j]) * scales[j]) >> 16);
 }
 
 template <class F, class T>
@@ -199,20 +217,11 @@ void encode_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t column
   const int64_t C = (K + columns - 1) / columns;
   shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
     std::vector<uint8_t> row(F::nibbles ? K : 0);
+    std::vector<float> of_row(K);
     for (int64_t i = begin; i < end; ++i) {
       uint8_t* codes = F::nibbles ? row.data() : out + i * K;
-      const float* factors_of = factors + i / rows * C;
-      for (int64_t c = 0; c < C; ++c) {
-        const int64_t at = c * columns, n = std::min(columns, K - at);
-        const T* from = x + i * K + at;
-        const uint32_t position = uint32_t(i * K + at);
-        if (n == 16)  // a constant, so that the compiler has no loop over the rest
-          codes_of<F>(from, 16, factors_of[c], largest, position, key, codes + at);
-        else if (n == 32)
-          codes_of<F>(from, 32, factors_of[c], largest, position, key, codes + at);
-        else
-          codes_of<F>(from, n, factors_of[c], largest, position, key, codes + at);
-      }
+      spread(factors + i / rows * C, K, columns, of_row.data());
+      codes_of<F>(x + i * K, K, of_row.data(), largest, uint32_t(i * K), key, codes);
       if (F::nibbles) pack(codes, K, out + i * ((K + 1) / 2));
     }
   });
@@ -220,7 +229,8 @@ void encode_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t column
 
 // What MS-EDEN makes of the scales: kernels/reference/nvfp4.py
 template <class T>
-void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* codes, const int32_t* key, float* scales, int threads) {
+void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* codes, const int32_t* key, float* scales,
+                    int threads) {
   shared(blocks, blocks * 16, threads, [=](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       uint8_t of_block[16];
@@ -240,6 +250,32 @@ void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* cod
       scales[block] = E4M3::drawn(corrected, uniform(uint32_t(block), key), 448.0f);
     }
   });
+}
+
+// A scale for each tile: kernels/reference/quantize.py. Rows and columns of tiles lie `step_r` and `step_c` apart in `out`.
+template <class T>
+int quantize_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, bool pow2, float floor, const float* given,
+                   int bits, const int32_t* key, uint8_t* codes, float* out, int64_t step_r, int64_t step_c, int threads) {
+  const int64_t R = (M + rows - 1) / rows, C = (K + columns - 1) / columns;
+  const float largest = bits == 4 ? 448.0f : 57344.0f;
+  std::vector<uint32_t> amaxes(R * C);
+  if (amax(x, M, K, rows, columns, amaxes.data(), threads) >= INFINITE) return 1;
+  std::vector<float> factors(R * C);
+  for (int64_t t = 0; t < R * C; ++t) {
+    float most = given ? given[t] : as_float(amaxes[t]);
+    if (!(std::abs(most) <= FLT_MAX)) return 1;
+    if (floor > 0) most = std::max(most, floor);
+    float scale = std::min(largest / most, FLT_MAX);
+    if (pow2) scale = as_float(as_bits(scale) & INFINITE);
+    if (!(most > 0)) scale = 1.0f;
+    factors[t] = scale;
+    out[t / C * step_r + t % C * step_c] = 1.0f / scale;
+  }
+  if (bits == 4)
+    encode_tiles<E4M3>(x, M, K, rows, columns, factors.data(), largest, key, codes, threads);
+  else
+    encode_tiles<E5M2>(x, M, K, rows, columns, factors.data(), largest, key, codes, threads);
+  return 0;
 }
 
 inline float factor_of(float scale, float decode) { return std::min(1.0f / (scale * decode), FLT_MAX); }
@@ -357,8 +393,63 @@ inline void stored(float x, uint16_t* out) {  // to nearest, ties to even
 }
 
 template <class F, class T>
-inline void scaled(const uint8_t* __restrict codes, int64_t n, float scale, T* __restrict out) {
-  for (int64_t j = 0; j < n; ++j) stored(F::value(codes[j]) * scale, out + j);
+inline void scaled(const uint8_t* __restrict codes, int64_t n, const float* __restrict scales, T* __restrict out) {
+  for (int64_t j = 0; j < n; ++j) stored(F::value(codes[j]) * scales[j], out + j);
+}
+
+template <class F>
+inline bool all_finite(const uint8_t* codes, int64_t n) {
+  uint8_t most = 0;
+  for (int64_t j = 0; j < n; ++j) most = std::max<uint8_t>(most, codes[j] & 0x7f);
+  return most < F::not_finite;
+}
+
+template <class F>
+int values(const uint8_t* __restrict codes, int64_t n, uint16_t* __restrict out, int threads) {
+  std::atomic<bool> finite{true};
+  shared(n, n, threads, [=, &finite](int64_t begin, int64_t end) {
+    if (!all_finite<F>(codes + begin, end - begin)) finite = false;
+    for (int64_t j = begin; j < end; ++j) out[j] = uint16_t(as_bits(F::value(codes[j])) >> 16);
+  });
+  return finite ? 0 : 1;
+}
+
+// Four rows of four numbers at a time, each row in 64 bits (little-endian). Rows lie `from` and `to` numbers apart.
+inline void transpose_4(const uint16_t* x, int64_t from, uint16_t* out, int64_t to) {
+  constexpr uint64_t EVEN = 0x0000ffff0000ffff, LOW = 0xffffffff;
+  uint64_t a[4], b[4];
+  for (int i = 0; i < 4; ++i) std::memcpy(a + i, x + i * from, 8);
+  for (int i = 0; i < 4; i += 2) {
+    b[i] = (a[i] & EVEN) | (a[i + 1] & EVEN) << 16;
+    b[i + 1] = (a[i] >> 16 & EVEN) | (a[i + 1] & ~EVEN);
+  }
+  for (int i = 0; i < 2; ++i) {
+    a[i] = (b[i] & LOW) | b[i + 2] << 32;
+    a[i + 2] = b[i] >> 32 | (b[i + 2] & ~LOW);
+  }
+  for (int i = 0; i < 4; ++i) std::memcpy(out + i * to, a + i, 8);
+}
+
+int transpose(const uint16_t* x, int64_t M, int64_t K, uint16_t* out, int threads) {
+  constexpr int64_t SIDE = 32;  // of a block, turned in a place of its own: rows of `out` may all fall into one set of a cache
+  shared((K + SIDE - 1) / SIDE, M * K, threads, [=](int64_t begin, int64_t end) {
+    uint16_t block[SIDE * SIDE];
+    for (int64_t i = 0; i < M; i += SIDE)
+      for (int64_t j = begin * SIDE; j < std::min(K, end * SIDE); j += SIDE) {
+        const int64_t m = std::min(SIDE, M - i), k = std::min(SIDE, K - j);
+        const uint16_t* from = x + i * K + j;
+        uint16_t* to = out + j * M + i;
+        if (m == SIDE && k == SIDE) {
+          for (int64_t r = 0; r < SIDE; r += 4)
+            for (int64_t c = 0; c < SIDE; c += 4) transpose_4(from + r * K + c, K, block + c * SIDE + r, SIDE);
+          for (int64_t c = 0; c < SIDE; ++c) std::memcpy(to + c * M, block + c * SIDE, sizeof(*x) * SIDE);
+        } else {
+          for (int64_t c = 0; c < k; ++c)
+            for (int64_t r = 0; r < m; ++r) to[c * M + r] = from[r * K + c];
+        }
+      }
+  });
+  return 0;
 }
 
 template <class F, class T>
@@ -368,27 +459,22 @@ int dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, const uint8_t* sca
   std::atomic<bool> finite{true};
   shared(M, M * K, threads, [=, &finite](int64_t begin, int64_t end) {
     std::vector<uint8_t> unpacked(F::nibbles ? 2 * bytes : 0);
+    std::vector<float> of_tiles(C), of_row(K);
     for (int64_t i = begin; i < end; ++i) {
       const uint8_t* row = codes + i * bytes;
-      uint8_t most = 0;
-      for (int64_t k = 0; k < (F::nibbles ? 0 : K); ++k) most = std::max<uint8_t>(most, row[k] & 0x7f);
-      if (most >= F::not_finite) {
-        finite = false;
-        return;
-      }
       if (F::nibbles) {
         unpack(row, bytes, unpacked.data());
         row = unpacked.data();
+      } else if (!all_finite<F>(row, K)) {
+        finite = false;
+        return;
       }
       for (int64_t c = 0; c < C; ++c) {
         const uint32_t byte = scales[i * C + c];
-        const float scale = byte ? as_float(byte << 23) : 0x1p-127f;
-        const int64_t at = c * 32, n = std::min<int64_t>(32, K - at);
-        if (n == 32)
-          scaled<F>(row + at, 32, scale, out + i * K + at);
-        else
-          scaled<F>(row + at, n, scale, out + i * K + at);
+        of_tiles[c] = byte ? as_float(byte << 23) : 0x1p-127f;
       }
+      spread(of_tiles.data(), K, 32, of_row.data());
+      scaled<F>(row, K, of_row.data(), out + i * K);
     }
   });
   return finite ? 0 : 1;
@@ -401,16 +487,12 @@ int factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const u
     if ((scales[t] & 0x7f) == 0x7f) return 1;
   shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
     std::vector<uint8_t> row(2 * bytes);
+    std::vector<float> of_tiles(C), of_row(K);
     for (int64_t i = begin; i < end; ++i) {
       unpack(codes + i * bytes, bytes, row.data());
-      for (int64_t c = 0; c < C; ++c) {
-        const float s = E4M3::value(scales[i / rows * C + c]);
-        const int64_t at = c * 16, n = std::min<int64_t>(16, K - at);
-        if (n == 16)
-          values_of(row.data() + at, 16, s, out + i * K + at);
-        else
-          values_of(row.data() + at, n, s, out + i * K + at);
-      }
+      for (int64_t c = 0; c < C; ++c) of_tiles[c] = E4M3::value(scales[i / rows * C + c]);
+      spread(of_tiles.data(), K, 16, of_row.data());
+      values_of(row.data(), K, of_row.data(), out + i * K);
     }
   });
   return 0;
@@ -447,17 +529,24 @@ int surokit_amax(const void* x, int wide, int64_t M, int64_t K, int64_t rows, in
   return tried([&] { return wide ? take(static_cast<const float*>(x)) : take(static_cast<const uint16_t*>(x)); });
 }
 
-// factors [R, C] multiply x before the cast; bits: 4 for E4M3, 5 for E5M2, of exponent
-int surokit_encode(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, const float* factors, int bits,
-                   const int32_t* key, uint8_t* out, int threads) {
-  const auto encode = [&](auto* x) {
-    if (bits == 4)
-      encode_tiles<E4M3>(x, M, K, rows, columns, factors, 448.0f, key, out, threads);
-    else
-      encode_tiles<E5M2>(x, M, K, rows, columns, factors, 57344.0f, key, out, threads);
-    return 0;
+// given: amaxes [R, C] in place of the tiles' own; bits: 4 for E4M3, 5 for E5M2, of exponent
+int surokit_quantize(const void* x, int wide, int64_t M, int64_t K, int64_t rows, int64_t columns, int pow2, float floor,
+                     const float* given, int bits, const int32_t* key, uint8_t* codes, float* scales, int64_t step_r,
+                     int64_t step_c, int threads) {
+  const auto quantize = [&](auto* x) {
+    return quantize_tiles(x, M, K, rows, columns, pow2 != 0, floor, given, bits, key, codes, scales, step_r, step_c, threads);
   };
-  return tried([&] { return wide ? encode(static_cast<const float*>(x)) : encode(static_cast<const uint16_t*>(x)); });
+  return tried([&] { return wide ? quantize(static_cast<const float*>(x)) : quantize(static_cast<const uint16_t*>(x)); });
+}
+
+// What n codes stand for, in bfloat16, which has them exactly
+int surokit_values(const uint8_t* codes, int64_t n, int bits, uint16_t* out, int threads) {
+  return tried([&] { return bits == 4 ? values<E4M3>(codes, n, out, threads) : values<E5M2>(codes, n, out, threads); });
+}
+
+// out [K, M]: x [M, K], transposed
+int surokit_transpose(const uint16_t* x, int64_t M, int64_t K, uint16_t* out, int threads) {
+  return tried([&] { return transpose(x, M, K, out, threads); });
 }
 
 int surokit_quantize_nv(const void* x, int wide, int64_t M, int64_t K, int64_t rows, float bound, float per_reach,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surokit.formats import E4M3, Format
+from surokit.formats import Format
 
 from ..reference import quantize as reference
-from .library import call_with, is_on_cpu, takes
+from .library import call, call_with, is_built, is_on_cpu, row_by_row, takes
 from .library import why as why
 
 _NARROW = 16  # columns of a tile below which its loops do not pay
@@ -21,12 +21,11 @@ _NARROW = 16  # columns of a tile below which its loops do not pay
 
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     """Return the largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
-    whole = rows == columns == 0  # torch has it in one pass, in all threads
-    if whole or 0 < columns < _NARROW or not takes(x_MK):
-        return reference.amax(x_MK, rows, columns)
-    amax_RC = x_MK.new_empty(reference.grid_of_tiles(x_MK, rows, columns), dtype=torch.float32)
-    done = call_with(x_MK.contiguous(), "amax", *reference.tile_shape(x_MK, rows, columns), amax_RC)
-    return amax_RC if done else reference.amax(x_MK, rows, columns)
+    if _takes_tiles(x_MK, columns):
+        amax_RC = x_MK.new_empty(reference.grid_of_tiles(x_MK, rows, columns), dtype=torch.float32)
+        if call_with(row_by_row(x_MK), "amax", *reference.tile_shape(x_MK, rows, columns), amax_RC):
+            return amax_RC
+    return reference.amax(x_MK, rows, columns)
 
 
 def quantize(
@@ -40,22 +39,35 @@ def quantize(
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the codes [M, K] in the format's dtype and decode scales [R, C] float32."""
-    if takes(x_MK, key) and not 0 < columns < _NARROW:
-        x_MK = x_MK.contiguous()
-        own_RC = _amax(x_MK, rows, columns)
-        amax_RC = own_RC if amax is None else amax
-        usual = is_on_cpu(amax_RC, torch.float32, tuple(own_RC.shape))
-        if usual and own_RC.isfinite().all() and (amax is None or amax.isfinite().all()):
-            scale_RC = reference.encode_scale(amax_RC, format, pow2, floor)
-            codes_MK = x_MK.new_empty(x_MK.shape, dtype=reference.DTYPES[format])
-            tile, exponent_bits = reference.tile_shape(x_MK, rows, columns), 4 if format == E4M3 else 5
-            if call_with(x_MK, "encode", *tile, scale_RC.contiguous(), exponent_bits, key, codes_MK):
-                scale_inv = reference.decode_scale(scale_RC, amax_RC)
-                return codes_MK, reference.empty_scales(x_MK, rows, columns).copy_(scale_inv)
+    grid = reference.grid_of_tiles(x_MK, rows, columns)
+    if _takes_tiles(x_MK, columns, key) and (amax is None or is_on_cpu(amax, torch.float32, grid)):
+        x_MK = row_by_row(x_MK)
+        codes_MK = x_MK.new_empty(x_MK.shape, dtype=reference.DTYPES[format])
+        scales_RC = reference.empty_scales(x_MK, rows, columns)
+        tile, given = reference.tile_shape(x_MK, rows, columns), None if amax is None else amax.contiguous()
+        made = codes_MK, scales_RC, *scales_RC.stride()
+        if call_with(x_MK, "quantize", *tile, pow2, floor, given, exponent_bits(codes_MK), key, *made):
+            return codes_MK, scales_RC
     return reference.quantize(x_MK, format, rows, columns, pow2, amax, floor, key)
 
 
-_amax = amax  # a parameter of `quantize` has the same name
+def _takes_tiles(x_MK: Tensor, columns: int, key: Tensor | None = None) -> bool:
+    return takes(x_MK, key) and not 0 < columns < _NARROW
+
+
+def exponent_bits(codes: Tensor) -> int:
+    return 4 if codes.dtype == torch.float8_e4m3fn else 5
+
+
+def values(codes: Tensor) -> Tensor:
+    """Return the codes' own values in bfloat16, exactly, in memory as the codes are."""
+    usual = codes.dtype in reference.DTYPES.values() and codes.device.type == "cpu" and codes.numel() > 0
+    whole = codes.is_contiguous() or (codes.ndim == 2 and codes.t().is_contiguous())
+    if usual and whole and is_built():
+        found = torch.empty_like(codes, dtype=torch.bfloat16)
+        if call("values", codes, codes.numel(), exponent_bits(codes), found):
+            return found
+    return reference.values(codes)
 
 
 def quantize_both(

@@ -271,6 +271,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
     yield kernel("quantize_both", "e4m3 1x128", 4 * n, x, "e4m3", 1, 128, True)
     codes, scales = torch.ops.surokit.quantize(x, "e4m3", 128, 128, True)
     yield kernel("dequantize", "e4m3 128x128", 3 * n, codes, scales, 128, 128, torch.bfloat16)
+    yield kernel("values", "e4m3", 3 * n, codes)
     yield kernel("transpose_fp8", "", 2 * n, codes)
 
     for format, size in (("e4m3", 1.0), ("e2m1", 0.5)):

@@ -23,7 +23,6 @@ if not (
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS, best, only_reference, serving
 from surokit.kernels.reference import adamw, adamw8bit, columns, delayed, loss, matmul, norm, qk, rope, swiglu
-from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import random as draws
 
 _ops = torch.ops.surokit
@@ -112,7 +111,8 @@ def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
 
 def values(codes: Tensor) -> Tensor:
     """Return the numbers that float8 codes stand for, in bfloat16, exactly."""
-    return tiles.values(codes)
+    found: Tensor = _ops.values(codes)
+    return found
 
 
 def new_key(device: torch.device, generator: torch.Generator | None = None, seed: int | None = None) -> Tensor:

@@ -232,6 +232,11 @@ def _dequantize(codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: t
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
+@operation("values(Tensor codes) -> Tensor", tiles.values)
+def _values(codes: Tensor) -> Tensor:
+    return torch.empty_like(codes, dtype=torch.bfloat16)
+
+
 # -- Microscaling
 
 

@@ -108,6 +108,28 @@ def test_tiles(shape, size, dtype):
             same(quantize.quantize(x, *given, amax, 1e-12, KEY), reference.quantize(x, *given, amax, 1e-12, KEY))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_values_of_every_code_in_every_layout(dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    finite = every[every.float().isfinite()]
+    for codes in (every, finite, finite[3:], finite.expand(40, len(finite)).contiguous(), every.view(2, 8, 16)):
+        same(quantize.values(codes), reference.values(codes))
+    wide = finite.repeat(50)[: 90 * 130].view(90, 130)
+    for codes in (wide, wide.t(), wide[:, 1:], wide[::2], wide[:0], wide.expand(2, 90, 130)):
+        same(quantize.values(codes), reference.values(codes))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 64), (31, 33), (32, 64), (100, 32), (65, 130), (600, 512)], ids=str)
+def test_a_matrix_that_lies_column_by_column_is_turned(shape):
+    words = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(0))
+    x = words.to(torch.int16).view(torch.bfloat16).t()
+    for given in (x, x[:, ::2], x.t(), x.float()):
+        turned = library.row_by_row(given)
+        assert turned.is_contiguous()
+        bits = torch.int32 if given.dtype == torch.float32 else torch.int16
+        assert torch.equal(turned.view(bits), given.view(bits))
+
+
 @pytest.mark.parametrize("start", [0, 1 << 17, -(1 << 31)])
 @pytest.mark.parametrize("shape", [(1,), (5, 7), (300, 333)], ids=str)
 @pytest.mark.parametrize("odd", [None, *ODD])
@@ -281,6 +303,8 @@ def test_the_number_of_threads_changes_nothing(threads):
 
 def made_of(x):
     return (
+        lambda: quantize.amax(x),
+        lambda: quantize.values(quantize.quantize(x.t(), FORMATS["e4m3"])[0]),
         lambda: nvfp4.quantize(x, 16, "mse", None, KEY),
         lambda: nvfp4.quantize_eden(x, 32, SIGNS, KEY),
         lambda: mx.quantize(x, FORMATS["e2m1"], "even", KEY),
@@ -308,6 +332,16 @@ def test_nothing_is_written_outside_of_the_results():
         assert (room[-32:] == 0xA5).all()
         assert (scales[:32] == 0xA5).all()
         assert (scales[-32:] == 0xA5).all()
+        codes = torch.full((M * K + 64,), 0xA5, dtype=torch.uint8)
+        made = 1, 16, 0, 0.0, None, 4, None, codes[32 : 32 + M * K], torch.empty(M, -(-K // 16)), -(-K // 16), 1
+        assert library.call_with(x, "quantize", *made)
+        assert (codes[:32] == 0xA5).all()
+        assert (codes[-32:] == 0xA5).all()
+        turned = torch.full((M * K + 64,), 5.5, dtype=torch.bfloat16)
+        assert library.call("transpose", x, M, K, turned[32 : 32 + M * K])
+        assert library.call("values", codes[32 : 32 + M * K], M * K, 4, turned[32 : 32 + M * K])
+        assert (turned[:32] == 5.5).all()
+        assert (turned[-32:] == 5.5).all()
         weights = torch.full((M * K + 64,), 5.5, dtype=torch.bfloat16)
         assert library.call("round_bf16", x.float(), x.numel(), KEY, 0, weights[32 : 32 + M * K])
         assert (weights[:32] == 5.5).all()
@@ -326,7 +360,9 @@ def test_operations_on_a_cpu_take_it():
         assert ops.serving(nvfp4_reference.quantize, torch.device("cpu")).folder == "reference"
     assert ops.serving(adamw_reference.stochastic_bf16, torch.device("cpu")).function is adamw.stochastic_bf16
     backends = {choice.op: choice.backend for choice in kernels.choices("cpu")}
-    assert {backends[op] for op in ("quantize", "quantize_mx_both", "quantize_nv_eden", "factors_nv")} == {"cpu"}
+    assert {backends[op] for op in ("quantize", "values", "quantize_mx_both", "quantize_nv_eden", "factors_nv")} == {
+        "cpu"
+    }
     assert backends["quantize_nf4"] == "reference"
 
 
