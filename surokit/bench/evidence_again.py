@@ -7,19 +7,17 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from surokit.bench import evidence
 from surokit.bench.evidence_plan import (
-    CONTROL,
     OF_TASKS,
     OF_TEXTS,
     SETTINGS,
     Run,
     baseline_of,
-    baseline_run,
+    baseline_runs,
     run_of,
 )
 from surokit.bench.evidence_table import gaps, machine_of, noise
@@ -82,9 +80,8 @@ def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
     """Return the runs whose names contain `only`, each behind the run below it and the one it is compared with."""
     chosen: dict[Run, None] = {}
     for run in (run_of(found[key]) for key in found if only in key):
-        beside = baseline_run(found, run.kind, run.size, run.recipe, run.seed)
-        twin = replace(beside, recipe=CONTROL) if beside else None
-        baselines = [run_of(found[each.key]) for each in (beside, twin) if each and each.key in found]
+        beside = baseline_runs(found, run.kind, run.size, run.recipe, run.seed)
+        baselines = [run_of(found[each.key]) for each in beside if each.key in found]
         chosen |= dict.fromkeys(each for each in (run.base, *baselines, run) if each)
     return list(chosen)
 

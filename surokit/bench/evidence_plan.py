@@ -291,9 +291,13 @@ def at_its_rate(found: Mapping[str, Mapping[str, Any]], kind: str, of: str, reci
     return None if lr is None else Run(kind, of, recipe, seed, lr)
 
 
-def baseline_run(found: Mapping[str, Mapping[str, Any]], kind: str, of: str, recipe: str, seed: int) -> Run | None:
-    """Return the run that a recipe's is compared with; None before its learning rate is known."""
-    return at_its_rate(found, "scratch" if kind == "alone" else kind, of, baseline_of(recipe), seed)
+def baseline_runs(found: Mapping[str, Any], kind: str, of: str, recipe: str, seed: int) -> list[Run]:
+    """Return the runs with whose mean a recipe's is compared: the baseline's, and from scratch bf16's twin, since two are less
+    uncertain than one; none before the learning rate is known."""
+    base = at_its_rate(found, "scratch" if kind == "alone" else kind, of, baseline_of(recipe), seed)
+    if base is None:
+        return []
+    return [base, replace(base, recipe=CONTROL)] if base.kind == "scratch" and recipe != CONTROL else [base]
 
 
 def trained_at(size: str, recipes: Iterable[str], seed: int) -> list[str]:

@@ -9,7 +9,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from surokit.bench.evidence_plan import (
@@ -28,7 +27,7 @@ from surokit.bench.evidence_plan import (
     Run,
     at_its_rate,
     baseline_of,
-    baseline_run,
+    baseline_runs,
     loss_at,
     planned,
 )
@@ -66,17 +65,14 @@ def beside(data: Mapping[str, Any], kind: str, size: str, recipe: str, other: st
 
 
 def _compared(data: Mapping[str, Any], kind: str, of: str, recipe: str) -> list[tuple[Any, list[Any]]]:
-    """Return a recipe's run and the baseline's, of a size or a task, for every seed that has both: with bf16's twin, where that is
-    trained, since the mean of two is less uncertain."""
+    """Return a recipe's run and those of its baseline, of a size or a task, for every seed that has the first of each."""
     found, compared = data["evidence"], []
     rates = data.get("rates", found)
     for seed in range(max(*SEEDS.values(), TASK_SEEDS)):
         own = at_its_rate(rates, kind, of, recipe, seed)
-        base = baseline_run(rates, kind, of, recipe, seed)
-        if own and base and {own.key, base.key} <= found.keys():
-            twins = [replace(base, recipe=CONTROL)] if base.kind == "scratch" and recipe != CONTROL else []
-            both = [base, *(twin for twin in twins if twin.key in found)]
-            compared.append((found[own.key], [found[run.key] for run in both]))
+        beside = baseline_runs(rates, kind, of, recipe, seed)
+        if own and beside and {own.key, beside[0].key} <= found.keys():
+            compared.append((found[own.key], [found[run.key] for run in beside if run.key in found]))
     return compared
 
 
