@@ -391,7 +391,7 @@ def test_plan_as_json(config, capsys, monkeypatch):
     said = planned(capsys, config, "--batch", 2, "--length", 128, "--fits", 80)
     assert list(said) == ["title", "answers", "lines", "notes", "fits"]
     assert all(list(line) == ["group", "term", "value", "unit", "kind", "how"] for line in said["lines"])
-    monkeypatch.setattr(cli, "answers_of", lambda *_: {"fits": ({"gib": [math.inf, math.nan, 2.0]}, "")})
+    monkeypatch.setattr("surokit.cli.plan.answers_of", lambda *_: {"fits": ({"gib": [math.inf, math.nan, 2.0]}, "")})
     assert cli.main(["plan", config, "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=no_constant)["fits"] == {"gib": [None, None, 2.0]}
 
@@ -428,7 +428,7 @@ def test_watch_waits_for_a_folder_that_is_not_there_yet(tmp_path, capsys, monkey
         (race / "race.json").write_text('{"reason": "done", "folders": {"a": "../later/a"}, "runs": []}')
 
     ticks = Ticks(run.parent.mkdir, run.mkdir, is_a_run, is_a_race)
-    monkeypatch.setattr(cli, "threading", SimpleNamespace(Event=lambda: ticks))
+    monkeypatch.setattr("surokit.cli.watch.threading", SimpleNamespace(Event=lambda: ticks))
     assert cli.main(["watch", str(run.parent), str(race)]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines()[:2] == [
@@ -442,7 +442,7 @@ def test_an_interrupt_ends_the_waiting_for_a_folder(tmp_path, capsys, monkeypatc
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "threading", SimpleNamespace(Event=lambda: Ticks(interrupt)))
+    monkeypatch.setattr("surokit.cli.watch.threading", SimpleNamespace(Event=lambda: Ticks(interrupt)))
     assert cli.main(["watch", str(tmp_path / "b")]) == 130
     captured = capsys.readouterr()
     assert f"Waiting for {tmp_path / 'b'}" in captured.err
@@ -470,7 +470,7 @@ def test_an_interrupt_ends_the_watching_only(tmp_path, capsys, monkeypatch):
 
 
 def test_a_reader_that_leaves_is_no_error():
-    command = [sys.executable, "-m", "surokit.cli", "plan", "405e9"]
+    command = [sys.executable, "-m", "surokit", "plan", "405e9"]
     read, written = os.pipe()
     os.close(read)
     with os.fdopen(written, "w") as stdout:

@@ -1,0 +1,73 @@
+"""Run `surokit reproduce`: a race or a study again, and which figures come out."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surokit.cli.race import run_again
+
+if TYPE_CHECKING:
+    from surokit.racing.reproduced import Reproduction
+
+
+def add(commands: Any) -> None:
+    """Add the command and its arguments."""
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="run a race or a study again from its folder, and say which figures come out as it says",
+        allow_abbrev=False,
+    )
+    reproduce.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of a race that `surokit race` has run; or the study's evidence.json",
+    )
+    reproduce.add_argument("--minutes", type=float, help="for a study: run again what fits (default 60)")
+    reproduce.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="for a study: runs whose names contain this, and those they are compared with",
+    )
+    reproduce.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep what is run again there")
+    reproduce.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a race or a study again and compare: 0 where every figure is inside of its stated interval, 1 where one is not."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.run_dir or Path(temporary) / "again"
+        if arguments.folder.is_file() or (arguments.folder / "evidence.json").is_file():
+            from surokit.bench.evidence_again import reproduce
+
+            minutes = 60.0 if arguments.minutes is None else arguments.minutes
+            found = reproduce(arguments.folder, folder, minutes, arguments.only)
+        else:
+            if arguments.minutes is not None or arguments.only:
+                raise ValueError("--minutes and --only choose from a study: a race is run again as long as it was.")
+            found = _race_again(arguments.folder, folder)
+    print(f"\n{found}")
+    return 0 if found.holds else 1
+
+
+def _race_again(of: Path, folder: Path) -> Reproduction:
+    """Run the race of a folder again, into a new one."""
+    from surokit.racing.folder import without_options
+    from surokit.racing.reproduced import compare_races
+    from surokit.racing.start import Race
+
+    then = Race.load(of)
+    if not then.command:
+        raise ValueError(
+            f"{of} is a race of a script or notebook, which has the model and the data: run its rerun.py, or call "
+            "surokit.Race.load(folder).rerun(model=..., data=...)."
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
+    if run_again([*without_options(then.command, "--run-dir", "--plot"), "--run-dir", str(folder)]):
+        raise KeyboardInterrupt  # it was stopped, so there is nothing to compare
+    return compare_races(then, Race.load(folder))
