@@ -51,8 +51,6 @@ def main(folder: Path) -> None:
         if settings["script"] is None:
             _end()
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return
         words = {
             "rank": here.number,
             "restarts": here.restarts,
@@ -73,6 +71,16 @@ def log_name(stream: str, restarts: int, rank: int) -> str:
 
 
 def _do(folder: Path, settings: dict[str, Any]) -> Any:
+    """Do what was launched and return its value; none where it ends itself without an error, as by sys.exit(0)."""
+    try:
+        return _called(folder, settings)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        return None
+
+
+def _called(folder: Path, settings: dict[str, Any]) -> Any:
     if settings["script"] is None:
         sys.path[:] = settings["path"]
         train, args, kwargs = loaded((folder / CALL).read_bytes())
