@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure a server and print the table beside that of others."""
+    """Measure a server and print the table beside that of others: 130 where an interrupt left workloads out."""
     import surokit as sk
     from surokit.serving.measures import check_limits
 
@@ -104,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         url = arguments.url or stack.enter_context(sk.ServerProcess(arguments.start)).url
         found = sk.serve_bench(url, workload=works, **given)
+    measured = [point.workload for point in found.points]
     if others:
         print(found)  # it is measured, whatever the others are
     for other in others:
@@ -121,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         found.plot_sweep().savefig(arguments.plot_sweep, dpi=150)
     if arguments.csv is not None:
         found.table().to_csv(arguments.csv, index=False)
-    return 0
+    return 0 if all(work in measured for work in works) else 130
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -1,5 +1,6 @@
 """`surokit serve-bench`: arguments reach the workload, a server is started, figures and files come out."""
 
+import _thread
 import sys
 
 import pandas
@@ -30,6 +31,25 @@ def test_a_sweep_of_a_server_that_runs_beside_another(tmp_path, capsys):
     assert (tmp_path / "all.png").exists()
     assert server.bodies[-1]["messages"][0]["content"] == "two words"
     assert sk.ServeBench.load(tmp_path / "first").points[0].workload == sk.Workload(6, 20, 4)
+
+
+def test_a_sweep_that_is_interrupted_prints_what_it_has_and_says_so(capsys):
+    server = Words()
+    usual = server.answer
+
+    def interrupts(body):
+        if len(server.bodies) == 3020:  # behind the first workload
+            _thread.interrupt_main()
+        return usual(body)
+
+    server.answer = interrupts
+    with listening(server) as url:
+        words = f"serve-bench {url} --requests 3000 --input-tokens 9 --output-tokens 2 --concurrency 8 16"
+        assert cli.main(words.split()) == 130
+    said = capsys.readouterr()
+    assert ", 8 at once" in said.out
+    assert ", 16 at once" not in said.out
+    assert "interrupted; workloads that were measured are kept" in said.err
 
 
 def test_a_server_is_started_and_ended(capsys):
