@@ -12,7 +12,7 @@ from surokit.serving.client import Answer
 from surokit.serving.served import HEAD
 from tests.refusals import refused
 from tests.serving.servers import BESIDE, Words, listening, tokens_of
-from tests.serving.virtual import Server, event
+from tests.serving.virtual import DONE, Server, event
 
 URL = "http://127.0.0.1:9/v1"
 WORK = sk.Workload(requests=6, input_tokens=20, output_tokens=4)
@@ -35,7 +35,14 @@ def test_prompts_have_the_wanted_number_of_the_servers_tokens(chat):
     assert server.heads[-1].startswith(f"POST /v1/{'chat/' if chat else ''}completions ")
     assert point.count("answered") == 6
     assert (point.answers[0].input_tokens, point.answers[0].output_tokens) == (20, 4)
-    assert point.notes == ()
+    assert not [note for note in point.notes if "prompts" in note]
+
+
+def test_answers_that_come_at_once_say_nothing_of_the_time_per_token():
+    server = Words()
+    server.answer = lambda body: [event("x"), event(finish="length"), event(usage=(20, body["max_tokens"])), DONE]
+    (point,) = benched(server, sk.Workload(requests=6, input_tokens=20, output_tokens=4)).points
+    assert any(note.startswith("6 of 6 answers of several tokens came at once") for note in point.notes)
 
 
 def test_the_users_own_prompts_are_sent_in_turn():

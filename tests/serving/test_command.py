@@ -38,7 +38,7 @@ def test_a_sweep_that_is_interrupted_prints_what_it_has_and_says_so(capsys):
     usual = server.answer
 
     def interrupts(body):
-        if len(server.bodies) == 3020:  # behind the first workload
+        if len(server.bodies) == 3300:  # in the second workload, some way behind the first one's last
             _thread.interrupt_main()
         return usual(body)
 
