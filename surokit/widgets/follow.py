@@ -17,7 +17,7 @@ from typing import Any
 
 from surokit.widgets.folder import RACE, RECORDS, TURN, FileControl, RaceFolder, RunFolder, runs_in
 from surokit.widgets.front import shown
-from surokit.widgets.panel import Panel, View, ViewName, front_end
+from surokit.widgets.panel import Panel, View, ViewName, in_notebook
 from surokit.widgets.picture import bundle, summary_text
 from surokit.widgets.state import Runs
 
@@ -49,7 +49,7 @@ class Watch:
         self._look(math.inf if not follow else 1.0)
         goes_on = follow and not self.over
         if view == "auto" and not goes_on:
-            view = "svg" if front_end() == "notebook" else "text"
+            view = "svg" if in_notebook() else "text"
         self._panel = Panel(self.states, view=view, control=self.control if goes_on else None)
         self._panel.ends = False
         self._panel.refresh(final=not goes_on)

@@ -266,16 +266,16 @@ class Panel:
 # --- Views ---
 
 
-def front_end() -> Literal["notebook", "text"]:
-    """Return "notebook" if an IPython kernel runs this process, else "text". Imports nothing."""
+def in_notebook() -> bool:
+    """Return whether an IPython kernel runs this process. Imports nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return "notebook" if getattr(shell, "kernel", None) is not None else "text"
+    return getattr(shell, "kernel", None) is not None
 
 
 def best_view(every_s: float = 0.25, theme: Theme = "auto", control: Controls | None = None) -> View:
     """Return the widget where the front end draws widgets, the SVG view in other notebooks, the text view elsewhere."""
-    if front_end() == "text":
+    if not in_notebook():
         return TextView()
     return WidgetView(control, every_s, theme) if draws_widgets() else SvgView(every_s, theme)
 

@@ -25,7 +25,7 @@ from surokit.planner.counts.memory import Memory
 from surokit.planner.picture import BarPart, parts_of
 from surokit.planner.words import Line, verdict
 from surokit.widgets.figure import Theme, _css, _text
-from surokit.widgets.panel import front_end
+from surokit.widgets.panel import in_notebook
 from surokit.widgets.picture import Bundle, cut
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def explore(plan: Plan, theme: Theme = "auto") -> Explorer:
     if not isinstance(getattr(plan, "memory", None), Memory):
         raise TypeError(f"explore() got a {type(plan).__name__}: pass a plan, explore(sk.plan(...)).")
     explorer = Explorer(plan, theme)
-    if front_end() == "text":
+    if not in_notebook():
         print(plan)
     return explorer
 
@@ -128,7 +128,7 @@ class Explorer:
             self._handle.update(self.bundle(), raw=True)
 
     def _ipython_display_(self) -> None:
-        if front_end() == "text":
+        if not in_notebook():
             print(self.plan)
             return
         from IPython.display import display

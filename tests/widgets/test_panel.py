@@ -20,7 +20,7 @@ from surokit.train.meters import GemmReading, Sample
 from surokit.widgets import front
 from surokit.widgets import panel as panel_module
 from surokit.widgets.front import WidgetView
-from surokit.widgets.panel import Panel, SvgView, TextView, best_view, front_end
+from surokit.widgets.panel import Panel, SvgView, TextView, best_view, in_notebook
 from surokit.widgets.picture import (
     MESSAGE_BYTES,
     bundle,
@@ -322,11 +322,11 @@ def test_text_view_prints_lines_not_pictures():
 
 def test_without_a_notebook_the_view_is_text(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert front_end() == "text"
+    assert not in_notebook()
     assert isinstance(best_view(), TextView)
 
 
-@pytest.mark.parametrize(("kernel", "expected"), [(object(), "notebook"), (None, "text")])
+@pytest.mark.parametrize(("kernel", "expected"), [(object(), True), (None, False)])
 def test_a_kernel_makes_the_difference(monkeypatch, kernel, expected):
     class IPython:
         @staticmethod
@@ -334,7 +334,7 @@ def test_a_kernel_makes_the_difference(monkeypatch, kernel, expected):
             return type("Shell", (), {"kernel": kernel})()
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)
-    assert front_end() == expected
+    assert in_notebook() == expected
 
 
 def test_a_view_is_chosen_by_name(monkeypatch):

@@ -26,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(autouse=True)
 def in_a_notebook(monkeypatch):
-    monkeypatch.setattr(planning, "front_end", lambda: "notebook")
+    monkeypatch.setattr(planning, "in_notebook", lambda: True)
 
 
 def text(svg: str) -> str:
@@ -251,7 +251,7 @@ def test_without_ipywidgets_the_picture_stands_alone(monkeypatch, screen, capsys
 
 
 def test_outside_a_notebook_the_plan_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(planning, "front_end", lambda: "text")
+    monkeypatch.setattr(planning, "in_notebook", lambda: False)
     explorer = explore(PLAN)
     assert capsys.readouterr().out == f"{PLAN}\n"
     assert len(repr(explorer).splitlines()) == 1
