@@ -227,27 +227,35 @@ void encode_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t column
   });
 }
 
+// The sums over blocks of 16, each in the order of its elements: `sums` are added to.
+inline void add_blocks(const float* __restrict x, int64_t blocks, float* __restrict sums) {
+  for (int j = 0; j < 16; ++j)
+    for (int64_t b = 0; b < blocks; ++b) sums[b] += x[b * 16 + j];
+}
+
 // What MS-EDEN makes of the scales: kernels/reference/nvfp4.py
 template <class T>
 void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* codes, const int32_t* key, float* scales,
                     int threads) {
+  constexpr int64_t SOME = 32;  // blocks at a time
   shared(blocks, blocks * 16, threads, [=](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      uint8_t of_block[16];
-      float squares[16], products[16], length = 0, kept = 0;
-      unpack(codes + block * 8, 8, of_block);
-      const float scale = scales[block];
-      for (int j = 0; j < 16; ++j) {
-        const float y = number(x[block * 16 + j]) * encode;
+    for (int64_t first = begin; first < end; first += SOME) {
+      const int64_t n = std::min(SOME, end - first);
+      uint8_t of_blocks[SOME * 16];
+      float of_elements[SOME * 16], squares[SOME * 16], products[SOME * 16], lengths[SOME] = {}, kept[SOME] = {};
+      unpack(codes + first * 8, n * 8, of_blocks);
+      spread(scales + first, n * 16, 16, of_elements);
+      for (int64_t j = 0; j < n * 16; ++j) {
+        const float y = number(x[first * 16 + j]) * encode;
         squares[j] = y * y;
-        products[j] = y * (E2M1::value(of_block[j]) * scale);
+        products[j] = y * (E2M1::value(of_blocks[j]) * of_elements[j]);
       }
-      for (int j = 0; j < 16; ++j) {
-        length += squares[j];
-        kept += products[j];
+      add_blocks(squares, n, lengths);
+      add_blocks(products, n, kept);
+      for (int64_t b = 0; b < n; ++b) {
+        const float corrected = std::min(scales[first + b] * (kept[b] == 0 ? 1.0f : lengths[b] / kept[b]), 448.0f);
+        scales[first + b] = E4M3::drawn(corrected, uniform(uint32_t(first + b), key), 448.0f);
       }
-      const float corrected = std::min(scales[block] * (kept == 0 ? 1.0f : length / kept), 448.0f);
-      scales[block] = E4M3::drawn(corrected, uniform(uint32_t(block), key), 448.0f);
     }
   });
 }
@@ -280,43 +288,46 @@ int quantize_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t colum
 
 inline float factor_of(float scale, float decode) { return std::min(1.0f / (scale * decode), FLT_MAX); }
 
-// The error of a block of rows x 16 with one scale, summed as kernels/reference/nvfp4.py says; what lies outside counts as zeros.
+// The errors of a row whose elements have these factors and these scales back.
 template <class T>
-float error_of(const T* x, int64_t M, int64_t K, int64_t rows, int64_t n, float scale, float decode, float amax, bool squared) {
-  const float factor = factor_of(scale, decode), back = scale * amax * float(1.0 / (6.0 * 256.0));
-  float sums[16];
-  for (int64_t i = 0; i < rows; ++i) {
-    float block[16] = {}, errors[16], sum = 0;
-    for (int64_t j = 0; j < (i < M ? n : 0); ++j) block[j] = number(x[i * K + j]);
-    for (int j = 0; j < 16; ++j) {
-      const float error = E2M1::rounded(clamped(block[j] * factor, 6.0f)) * back - block[j];
-      errors[j] = squared ? error * error : as_float(as_bits(error) & 0x7fffffff);
-    }
-    for (int j = 0; j < 16; ++j) sum += errors[j];
-    sums[i] = sum;
+inline void errors_of(const T* __restrict x, int64_t n, const float* __restrict factors, const float* __restrict backs,
+                      bool squared, float* __restrict out) {
+  for (int64_t j = 0; j < n; ++j) {
+    const float y = number(x[j]), error = E2M1::rounded(clamped(y * factors[j], 6.0f)) * backs[j] - y;
+    out[j] = squared ? error * error : as_float(as_bits(error) & 0x7fffffff);
   }
-  for (int64_t half = rows / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
 }
 
-// Four over six: kernels/reference/nvfp4.py
+// Four over six, by errors that are summed as kernels/reference/nvfp4.py says; what lies outside of the matrix counts as zeros.
 template <class T>
 void choose_scales(const T* x, int64_t M, int64_t K, int64_t rows, const uint32_t* amaxes, float encode, float amax, bool squared,
                    float* scales, int threads) {
   const int64_t C = (K + 15) / 16;
   const float decode = 1.0f / encode;
   shared((M + rows - 1) / rows, M * K, threads, [=](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
+    std::vector<float> choices[2], sums[2], errors(16 * C), of_tiles(C), factors(K), backs(K);
+    for (auto& each : choices) each.resize(C);
+    for (int64_t r = begin; r < end; ++r) {
       for (int64_t c = 0; c < C; ++c) {
         const float six = as_float(amaxes[r * C + c]) / 6.0f * encode;
-        const float usual = E4M3::rounded(std::min(six, 448.0f)), larger = E4M3::rounded(std::min(six * 1.5f, 448.0f));
-        const T* block = x + r * rows * K + c * 16;
-        const int64_t n = std::min<int64_t>(16, K - c * 16), left = M - r * rows;
-        const bool better = error_of(block, left, K, rows, n, larger, decode, amax, squared) <
-                            error_of(block, left, K, rows, n, usual, decode, amax, squared);
-        scales[r * C + c] = better ? larger : usual;
+        choices[0][c] = E4M3::rounded(std::min(six, 448.0f));
+        choices[1][c] = E4M3::rounded(std::min(six * 1.5f, 448.0f));
       }
+      for (int larger = 0; larger < 2; ++larger) {
+        for (int64_t c = 0; c < C; ++c) of_tiles[c] = factor_of(choices[larger][c], decode);
+        spread(of_tiles.data(), K, 16, factors.data());
+        for (int64_t c = 0; c < C; ++c) of_tiles[c] = choices[larger][c] * amax * float(1.0 / (6.0 * 256.0));
+        spread(of_tiles.data(), K, 16, backs.data());
+        sums[larger].assign(rows * C, 0.0f);
+        for (int64_t i = 0; i < std::min(rows, M - r * rows); ++i) {
+          errors_of(x + (r * rows + i) * K, K, factors.data(), backs.data(), squared, errors.data());
+          add_blocks(errors.data(), C, sums[larger].data() + i * C);
+        }
+        for (int64_t half = rows / 2; half; half /= 2)
+          for (int64_t t = 0; t < half * C; ++t) sums[larger][t] += sums[larger][half * C + t];
+      }
+      for (int64_t c = 0; c < C; ++c) scales[r * C + c] = choices[sums[1][c] < sums[0][c]][c];
+    }
   });
 }
 
