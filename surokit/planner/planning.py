@@ -68,7 +68,8 @@ class Plan:
     time, memory, compute   the parts, with every figure behind these
     source      what was taken from a live model or session, in a line; "" without one
     parts       where the recipe changes on the way: for each part of it, the share of the run's steps and the plan of that part.
-                Times of the run are sums over them, and the memory is that of the part that needs most; a step's are the first's
+                Times of the run are sums over them, `step_time` is the mean over its steps, and the memory is that of the part that
+                needs most; what a step is made of is the first part's
     """
 
     title: str
@@ -178,7 +179,14 @@ class Plan:
     @cached_property
     def step_time(self) -> StepTime | None:
         """Return the time of a step that plans are compared by: predicted at measured rates, else likely, else optimistic, else a
-        bound; None where it is not known, or what is kept on the host adds what is not known."""
+        bound; None where it is not known, or what is kept on the host adds what is not known. Where the recipe changes it is the
+        mean over the run."""
+        if self.parts and not any(math.isnan(share) for share, _ in self.parts):
+            times = [plan.step_time for _, plan in self.parts]
+            known = [time for time in times if time is not None]
+            if len(known) < len(times):
+                return None
+            return StepTime(sum(share * time.ms for (share, _), time in zip(self.parts, known)), known[0].kind)
         if (likely := self.likely) is not None:
             return StepTime(likely.step_ms, "likely")
         if self.setup.offloads:

@@ -161,6 +161,10 @@ def plan_answers(plan: Plan) -> Iterator[str]:
         yield f"Takes at least {units.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
     elif t.step_ms is not None:
         yield f"A step takes {units.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
+    elif plan.likely is not None and plan.parts and (time := plan.step_time) is not None:
+        each = [units.value(part.step_time.ms, "ms") for _, part in plan.parts if part.step_time is not None]
+        mean = f"{units.value(time.ms, 'ms')} in the mean over the run ({', then '.join(each)})"
+        yield f"A step likely takes {mean}: {plan.likely.how}"
     elif plan.likely is not None:
         yield f"A step likely takes {units.value(plan.likely.step_ms, 'ms')}, {_within(plan.likely)}: {plan.likely.how}"
     elif estimate is not None:
@@ -255,7 +259,7 @@ def _time(plan: Plan) -> Iterator[Line]:
 
 def _estimate(plan: Plan) -> Iterator[Line]:
     if (likely := plan.likely) is not None:
-        line = partial(Line, "a step, likely")
+        line = partial(Line, f"a step, likely{_of_the_first(plan)}")
         how = f"{_within(likely)}; {likely.how}"
         yield line("step, likely", likely.step_ms, "ms", "prediction", how)
         yield line(
@@ -265,7 +269,11 @@ def _estimate(plan: Plan) -> Iterator[Line]:
             yield line(f"  {name}", ms, "ms", "prediction", f"{ms / likely.step_ms:.0%} of the step")
     if plan.estimate is not None:
         for term, value, unit, kind, how in plan.estimate.lines():
-            yield Line("a step, by what it does", term, value, unit, kind, how)
+            yield Line(f"a step, by what it does{_of_the_first(plan)}", term, value, unit, kind, how)
+
+
+def _of_the_first(plan: Plan) -> str:
+    return ", before the recipe changes" if plan.parts else ""
 
 
 def _gpus(plan: Plan) -> str:

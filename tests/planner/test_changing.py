@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import surokit as sk
+from surokit import units
 from tests.refusals import refused
 
 FORWARD = sk.FP4.but(forward=sk.BF16)
@@ -38,9 +39,15 @@ def test_the_times_of_a_run_are_those_of_its_parts() -> None:
         assert one != other
     assert whole.time.floor_days is not None
     assert whole.time.floor_days == pytest.approx(0.75 * first.time.floor_days + 0.25 * later.time.floor_days)  # type: ignore[operator]
-    assert whole.step_time == first.step_time
+    assert whole.step_time is not None
+    assert first.step_time is not None
+    assert later.step_time is not None
+    assert whole.step_time.ms == pytest.approx(0.75 * first.step_time.ms + 0.25 * later.step_time.ms)
     assert whole.likely == first.likely
     assert [plan.recipe for _, plan in whole.parts] == list(CHANGING.parts)
+    assert any(line.group == "a step, likely, before the recipe changes" for line in whole.lines())
+    mean = f"A step likely takes {units.value(whole.step_time.ms, 'ms')} in the mean over the run ("
+    assert any(said.startswith(mean) for said in whole.but(tokens=None).answers)
     assert any("after 0.75 of the steps the recipe is fp4(forward=bf16), a step" in note for note in whole.notes)
 
 

@@ -105,6 +105,9 @@ def test_its_time_is_in_the_step() -> None:
     more = plan(LLAMA, optimizer="muon", **{**STEP, "batch": 8})
     assert more.estimate.by_group()["optimizer"] == pytest.approx(muon.estimate.by_group()["optimizer"])
     assert muon.likely.step_ms > adamw.likely.step_ms + at_least
+    made_of, without = muon.likely.made_of, adamw.likely.made_of
+    assert made_of["products"] == pytest.approx(without["products"])
+    assert made_of["optimizer"] > without["optimizer"] + at_least
 
 
 @pytest.mark.parametrize("zero", [0, 2])

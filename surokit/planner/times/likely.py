@@ -64,6 +64,7 @@ class Terms:
 
     products        of linear layers and the head; `unhidden`: bytes of these beyond their FLOPs; `tails` over the number of waves
                     of tiles, at most one; `short_inner` over the contracted length, in steps of 128
+    newton_schulz   products of Muon's step, which are the optimizer's, at the rate of other products
     attention       FLOPs at the rate of plain products; `short_keys` over the length of sequence or window, in steps of 1,024
     waited, hidden  communication of gradients and weights that overlaps with nothing, and that can overlap
     exchange        what GPUs that share a model send each other between layers
@@ -75,6 +76,7 @@ class Terms:
     tails: float = 0.0
     short_inner: float = 0.0
     unhidden: float = 0.0
+    newton_schulz: float = 0.0
     attention: float = 0.0
     short_keys: float = 0.0
     elementwise: float = 0.0
@@ -219,8 +221,8 @@ def terms_of(estimate: Estimate, gpu: Gpu) -> Terms:
             found["tails"] += row.compute_ms * min(1.0, (gpu.sms or _SMS) * _TILE / (row.outputs or 1.0))
             found["short_inner"] += row.compute_ms * _STEP / (row.inner or 1.0)
             found["unhidden"] += max(0.0, memory_ms - row.compute_ms)
-        elif row.part == NEWTON_SCHULZ:  # the optimizer's products, at the rate of others
-            found["products"] += device_ms
+        elif row.part == NEWTON_SCHULZ:
+            found["newton_schulz"] += device_ms
         elif row.group == "attention":
             ms = row.flop / estimate.rates.products[None] / 1e9
             found["attention"] += ms
@@ -243,7 +245,7 @@ def device_ms(t: Terms, f: Factors) -> dict[str, Any]:
         "elementwise": (t.elementwise + t.unhidden) * f.memory,
         "quantization": t.quantization * f.quantization,
         "adapter": t.adapter * f.adapter,
-        "optimizer": t.optimizer * f.optimizer,
+        "optimizer": t.optimizer * f.optimizer + t.newton_schulz * f.products,
         "gaps": t.launches * f.gap_us / 1e3,
     }
 
