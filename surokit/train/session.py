@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from surokit import convert
-from surokit.applied import Trainer, part_of, recipe_of
+from surokit.applied import Trainer, recipe_of
 from surokit.data import check_vocabulary
 from surokit.nn.delayed import dropped_on_error
 from surokit.optim.adamw import AdamW
@@ -602,8 +602,9 @@ class Session(Trainer):
 
     @property
     def recipe_now(self) -> Recipe | None:
-        """Return the part of a recipe that changes which computes now; else the recipe."""
-        return None if self.recipe is None else self.recipe.parts[part_of(self.model)]
+        """Return the part of a recipe that changes which computes the next step; else the recipe."""
+        recipe = self.recipe
+        return None if recipe is None else recipe.parts[recipe.part_at(self.steps, self.run_length)]
 
     @property
     def run_length(self) -> int | None:
@@ -621,10 +622,13 @@ class Session(Trainer):
         return self.engine.capture
 
     def __repr__(self) -> str:
-        recipe = f"{self.recipe.name} " if self.recipe else ""
+        recipe, now = self.recipe, self.recipe_now
+        said = f"{recipe.name} " if recipe else ""
+        if recipe and recipe.later and now:
+            said += f"(the next step in {now.name}) "
         graphs = f", graphs {self.graphs}" if self.device.type == "cuda" else ""
         return (
-            f"<Session {recipe}{type(self.model).__name__} on {self.device}, {self.steps} steps done, {self.run_dir}"
+            f"<Session {said}{type(self.model).__name__} on {self.device}, {self.steps} steps done, {self.run_dir}"
             f"{graphs}>"
         )
 

@@ -42,7 +42,12 @@ def test_a_run_does_what_a_fork_at_that_step_does(name: str) -> None:
     recipe = CHANGING[name]
     first, second = recipe.parts[:2]
     session, alone = make(recipe), make(first)
-    session.run(4)
+    session.run(2)
+    assert session.recipe_now == first
+    session.run(1)
+    assert session.recipe_now == second  # whose first step comes next
+    assert f"(the next step in {second.name})" in repr(session)
+    session.run(1)
     alone.run(3)
     forked = alone.fork(second)
     forked.run(1)
