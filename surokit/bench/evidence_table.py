@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from surokit.bench.evidence_plan import (
     FROM_SCRATCH,
     FROZEN,
     GATES,
+    OF_TASKS,
     OF_TEXTS,
     PROCESSOR,
     SEEDS,
@@ -30,6 +32,7 @@ from surokit.bench.evidence_plan import (
     baseline_runs,
     loss_at,
     planned,
+    task_of,
 )
 from surokit.bench.result import markdown
 from surokit.bench.results_store import mixed
@@ -189,7 +192,7 @@ def table_of_tasks(data: Mapping[str, Any]) -> str:
         "95 % interval",
         "p",
         "steps to 90 %",
-        "seeds there",
+        "seeds at 90 %",
     ]
     body = []
     for row in task_rows(data):
@@ -208,9 +211,26 @@ def table_of_tasks(data: Mapping[str, Any]) -> str:
                 f"{row['reached']} of {row['seeds']}",
             ]
         )
+    settings = dict(data["settings"].get("tasks", {}))
+    if isinstance(shape := settings.get("model"), dict):
+        settings["model"] = f"{shape['layers']} x {shape['width']}, {shape['heads']} heads, ffn {shape['ffn']}"
     return markdown(
-        {**data, "benchmark": "tasks graded exactly", "settings": data["settings"].get("tasks", {})}, head, body
+        {
+            "environment": _of_most_runs({**data, "evidence": _of_tasks(data)}),
+            "benchmark": "tasks graded exactly",
+            "settings": {"tasks": _words_of_tasks(), **settings},
+        },
+        head,
+        body,
     )
+
+
+def _of_tasks(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: run for key, run in data["evidence"].items() if run["kind"] in OF_TASKS}
+
+
+def _words_of_tasks() -> str:
+    return "; ".join(f"{name}: {task_of(name)}" for name in TASKS)
 
 
 def table(data: Mapping[str, Any]) -> str:
@@ -243,7 +263,7 @@ def table_of_losses(data: Mapping[str, Any]) -> str:
         "held-out loss against bf16, of adapters against bf16 with an adapter, %; after ± half of its 95 % interval, in brackets "
         "how many seeds; a size without an interval is not in the mean"
     )
-    made = markdown({**data, "benchmark": words, "settings": settings}, head, body)
+    made = markdown({"environment": _of_most_runs(data), "benchmark": words, "settings": settings}, head, body)
     wanted = planned(data["evidence"])
     there = len(wanted & data["evidence"].keys())
     left = [f"Not finished: {there} of {len(wanted)} runs are there."] * (there < len(wanted))
@@ -256,10 +276,22 @@ def machine_of(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any
     return {**data["environment"], **(calls[run["call"]] if calls else {})}
 
 
+def _of_most_runs(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the machine on which most runs were made, with the date of the last."""
+    machines = [machine_of(data, run) for run in data["evidence"].values()] or [data["environment"]]
+    (name, _), *_ = Counter(map(_processor, machines)).most_common(1)
+    last = max(str(machine["date"]) for machine in machines)
+    return {**next(machine for machine in machines if _processor(machine) == name), "date": last}
+
+
+def _processor(machine: Mapping[str, Any]) -> str:
+    return ", ".join(str(machine[key]) for key in PROCESSOR if machine.get(key))
+
+
 def _processors(data: Mapping[str, Any]) -> list[str]:
     """Return the line that says on which processors runs were made; none where it was one."""
-    made = (machine_of(data, run) for run in data["evidence"].values())
-    names = dict.fromkeys(", ".join(str(call[key]) for key in PROCESSOR if call.get(key)) for call in made)
+    made = Counter(_processor(machine_of(data, run)) for run in data["evidence"].values())
+    names = [f"{name} ({count})" for name, count in made.most_common()]
     return [f"Runs were made on {' and on '.join(names)}."] * (len(names) > 1)
 
 

@@ -145,12 +145,12 @@ def next_free(path: Path) -> Path:
 def source() -> str:
     """Return 16 hexadecimal digits over the code that is measured: the package without its benchmarks, and its kernels."""
     digest = hashlib.blake2b(digest_size=8)
-    roots = ["surokit", "surokit.kernels.reference", "surokit.kernels.triton", "surokit.kernels.cuda"]
+    roots = ["surokit", *(f"surokit.kernels.{folder}" for folder in ("reference", "triton", "cuda", "cpu"))]
     for root in roots:
         folder = Path(str(files(root)))
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
-            if path.suffix in (".py", ".cu", ".cuh") and name.parts[0] != "bench":
+            if path.suffix in (".py", ".cu", ".cuh", ".cpp") and name.parts[0] != "bench":
                 digest.update(f"{root}/{name.as_posix()}\0".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()

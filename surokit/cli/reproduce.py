@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _race_again(of: Path, folder: Path) -> Reproduction:
     """Run the race of a folder again, into a new one."""
-    from surokit.racing.folder import without_options
+    from surokit.racing.folder import words_again
     from surokit.racing.reproduced import compare_races
     from surokit.racing.start import Race
 
@@ -68,6 +68,6 @@ def _race_again(of: Path, folder: Path) -> Reproduction:
         )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
-    if run_again([*without_options(then.command, "--run-dir", "--plot"), "--run-dir", str(folder)]):
+    if run_again([*words_again(then), "--run-dir", str(folder)]):
         raise KeyboardInterrupt  # it was stopped, so there is nothing to compare
     return compare_races(then, Race.load(folder))

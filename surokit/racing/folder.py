@@ -117,6 +117,8 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
     }
     given: dict[str, Any] = {name: settings[name] for name in _KEPT}
     given |= {"steps": min(len(run.steps) for run in race.runs.values()), "turn_s": settings["turn_s"] or _turn_s(race)}
+    if settings.get("turn_steps") is not None:
+        given |= {"turn_steps": settings["turn_steps"], "turn_s": None}
     if settings.get("until") is not None and "until" not in changes:
         from surokit.racing.goal import Goal
 
@@ -148,8 +150,11 @@ def _turn_s(race: RaceResult) -> float | None:
 def script(race: RaceResult) -> str:
     """Return the text of rerun.py: the exact command where there was one, else a script to fill in."""
     if race.command:
-        return _command_again(race.command)
+        return _command_again(race)
     work = race.runs[race.baseline].work
+    held_out = any(run.held_out for run in race.runs.values())
+    eval_then = "# then: the batches that the held-out loss is taken on\neval = ...\n" * held_out
+    given = f"model=model, data=data{', eval=eval' * held_out}"
     return (
         '"""Runs the race of this folder again, and shows both tables. Weights and batches are compared with those of then."""\n\n'
         "from pathlib import Path\n\nimport surokit as sk\n\n"
@@ -157,16 +162,25 @@ def script(race: RaceResult) -> str:
         f"their digest is {work.get('weights')}\n"
         "model = ...\n"
         f"# then: the fingerprint {work.get('data')}\n"
-        "data = ...\n\n"
-        "saved = sk.Race.load(Path(__file__).parent)\nprint(saved)\nprint(saved.rerun(model=model, data=data))\n"
+        f"data = ...\n{eval_then}\n"
+        f"saved = sk.Race.load(Path(__file__).parent)\nprint(saved)\nprint(saved.rerun({given}))\n"
     )
 
 
-def _command_again(command: list[str]) -> str:
-    """Return a script that gives the command again. It can be started anywhere, writes beside the folder that it lies in (Session's
-    rule for one that is taken), and a picture under a name that is free."""
+def words_again(race: RaceResult) -> list[str]:
+    """Return the words of the command that ran a race, without where its results go; one with a goal has the turns of then."""
+    assert race.command
+    words, turn_steps = without_options(race.command, "--run-dir", "--plot"), race.settings.get("turn_steps")
+    if turn_steps is None:
+        return words
+    return [*without_options(words, "--turn-s", "--turn-steps"), "--turn-steps", str(turn_steps)]
+
+
+def _command_again(race: RaceResult) -> str:
+    """Return a script that gives a race's command again. It can be started anywhere, writes beside the folder that it lies in
+    (Session's rule for one that is taken), and a picture under a name that is free."""
+    command, rest = race.command or [], words_again(race)
     _, pictures = _without(command, "--plot")
-    rest = without_options(command, "--run-dir", "--plot")
     words = textwrap.wrap(" ".join(["surokit", *command]), 110, break_long_words=False, break_on_hyphens=False)
     lines = ['"""Runs the race of this folder again:', "", *words, '"""', ""]
     lines += ["from itertools import count"] * bool(pictures)

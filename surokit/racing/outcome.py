@@ -82,9 +82,10 @@ class Outcome:
     def control_words(self) -> str:
         """Say how far the ratios can be trusted: by the number of rounds, and by the A/A control."""
         if self.rounds < ROUNDS:
+            all_there = self.has_goal and all(row.to_target is not None for row in self.rows)
             few = (
                 f"{counted(self.rounds, 'round')} of turns {'is' if self.rounds == 1 else 'are'} too few to trust a ratio (an "
-                f"interval needs {ROUNDS}): let the race go on."
+                f"interval needs {ROUNDS}): {'take shorter turns' if all_there else 'let the race go on'}."
             )
             return few if self.control is not None else f"{few} There was no A/A control."
         if self.control is None:

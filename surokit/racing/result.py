@@ -165,8 +165,10 @@ class RaceResult:
             {later - before for run in self.runs.values() for (before, _), (later, _) in pairwise(run.goals)}
         )
         every = f" every {steps[0]}" + (f" to {steps[-1]}" * (len(steps) > 1)) + " steps" if steps else " once"
+        form = ".4f" if self.settings["until"]["task"] is None else ".1%"
         missing = [row.name for row in found.rows if row.to_target is None]
-        left = f" Not reached by {', '.join(missing)}." * bool(missing)
+        last = {name: f" ({run.goals[-1][1]:{form}} at last)" for name, run in self.runs.items() if run.goals}
+        left = f" Not reached by {', '.join(name + last.get(name, '') for name in missing)}." * bool(missing)
         return f"The goal is {self.settings['until']['words']}, looked at{every}, in no run's time; times are each run's own.{left}"
 
     @staticmethod

@@ -365,11 +365,16 @@ class Driver:
     def _plan(self, minutes: float | None, left: float) -> tuple[int, int]:
         """Return the steps of a turn, untimed ones included, and the number of rounds; 0 rounds where no number of steps is
         given."""
-        wanted_s = self.race.settings["turn_s"]
-        if wanted_s is None:
-            total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
-            wanted_s = min(LONGEST_TURN_S, total_s / ROUNDS_WANTED / len(self.sessions))
-        size = UNTIMED + max(1, round(wanted_s / max(map(self._step_s, self.sessions))))
+        settings = self.race.settings
+        size = settings.get("turn_steps")
+        if size is None:
+            wanted_s = settings["turn_s"]
+            if wanted_s is None:
+                total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
+                wanted_s = min(LONGEST_TURN_S, total_s / ROUNDS_WANTED / len(self.sessions))
+            size = UNTIMED + max(1, round(wanted_s / max(map(self._step_s, self.sessions))))
+            if self._goal is not None:  # a race that is run again has to be judged after the same steps
+                settings["turn_steps"] = size
         return size, 0 if left == math.inf else max(1, int(left // size))
 
     def _next_round(self, size: int) -> list[_Due]:
@@ -492,6 +497,11 @@ class Driver:
             before = None if self.like is None else self.like.runs[name]
             if before and len(before.steps) == len(run.steps) and before.batches != run.batches:
                 self._note(f"The batches of {name!r} were not those of the saved race.")
+            recipe, made = session.recipe, len(run.steps)
+            if recipe and recipe.later and recipe.part_at(session.steps - 1, session.run_length) < len(recipe.later):
+                self._note(
+                    f"{name!r} has not come to {recipe.parts[-1].name}: its recipe was to change later than in {made} steps."
+                )
             if self.control.reason:
                 return False
         if self.race.settings["predict"]:

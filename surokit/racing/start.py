@@ -187,6 +187,7 @@ def race(
     seed: int = 0,
     control: bool = True,
     turn_s: float | None = None,
+    turn_steps: int | None = None,
     target_loss: float | None = None,
     until: Goal | float | None = None,
     usd_per_gpu_hour: float | None = None,
@@ -207,7 +208,9 @@ def race(
     minutes: of the race's wall clock after the warm-up. steps: of each run, warm-up included. Whichever ends first.
     schedule: "auto" is a cosine over `steps`, without them a constant rate after 20 steps of warm-up.
     control: the baseline races against itself too, which says how far the intervals can be trusted.
-    turn_s: seconds of the slowest run's turn; without it, short enough for twelve rounds or more, at most 10 s.
+    turn_s: seconds of the slowest run's turn; without it, short enough for twelve rounds or more, at most 10 s. turn_steps: in its
+        place the steps of a turn, the first of which is not timed: the same on every machine. A race with a goal keeps those that
+        it began with, and is run again with them, so that it is judged after the same steps.
     target_loss: for time to it; without one it is the lowest smoothed loss that every run reaches.
     until: what every run trains to, judged between turns: a held-out loss (`eval` is needed), or surokit.Goal(0.9, task). A run
         that has reached it takes no more turns; minutes or steps end the others. Progress is then told at equal capability.
@@ -235,7 +238,7 @@ def race(
             f"race(steps={steps}) leaves nothing to compare: a step is for warming up, and a turn's first is not timed. "
             f"Give {FEWEST} or more, and {MORE} for an interval and a prediction."
         )
-    _check_numbers(turn_s, target_loss, usd_per_gpu_hour)
+    _check_numbers(turn_s, turn_steps, target_loss, usd_per_gpu_hour)
     goal = read_goal(until)
     if goal is not None and target_loss is not None:
         raise ValueError("race(until=...) is the target of the race: leave out target_loss=.")
@@ -270,6 +273,7 @@ def race(
             "minutes": minutes,
             "steps": steps,
             "turn_s": turn_s,
+            "turn_steps": turn_steps,
             "target_loss": target_loss,
             "until": None if goal is None else goal.to_dict(),
             "usd_per_gpu_hour": usd_per_gpu_hour,
@@ -312,7 +316,15 @@ def _check_changes(who: Grid) -> None:
             )
 
 
-def _check_numbers(turn_s: float | None, target_loss: float | None, usd_per_gpu_hour: float | None) -> None:
+def _check_numbers(
+    turn_s: float | None, turn_steps: int | None, target_loss: float | None, usd_per_gpu_hour: float | None
+) -> None:
+    if turn_steps is not None and (isinstance(turn_steps, bool) or not isinstance(turn_steps, int) or turn_steps < 2):
+        raise ValueError(
+            f"race(turn_steps={turn_steps!r}): a whole number of at least 2, the first of which is not timed."
+        )
+    if turn_steps is not None and turn_s is not None:
+        raise ValueError("race(turn_s=..., turn_steps=...): both say how long a turn is, give one of them.")
     if turn_s is not None and not 0 < turn_s < math.inf:
         raise ValueError(f"race(turn_s={turn_s!r}): a number of seconds above 0.")
     if target_loss is not None and not math.isfinite(target_loss):

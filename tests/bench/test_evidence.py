@@ -417,7 +417,7 @@ def test_the_table_names_the_processors_of_its_runs() -> None:
         "environment": {**data["environment"], "cpu": "One", "cpu_vectors": "AVX2", "cpu_bf16": None},
         "calls": calls,
     }
-    assert "Runs were made on One, AVX2 and on Other, AVX512." in evidence_table.table(data)
+    assert "Runs were made on One, AVX2 (6) and on Other, AVX512 (6)." in evidence_table.table(data)
     for run in data["evidence"].values():
         run["call"] = 0
     assert "Runs were made" not in evidence_table.table(data)

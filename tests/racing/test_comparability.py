@@ -244,6 +244,8 @@ def test_an_unknown_name_to_allow(make):
         {"steps": 4.0},
         {"minutes": -1},
         {"turn_s": 0},
+        {"turn_steps": 1},
+        {"turn_steps": 4, "turn_s": 1.0},
         {"target_loss": float("nan")},
         {"usd_per_gpu_hour": -1},
         {"model": None},

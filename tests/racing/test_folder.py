@@ -120,12 +120,14 @@ def test_the_script(saved, monkeypatch, model, capsys):
     text = (folder / "rerun.py").read_text(encoding="utf-8")
     assert "digest" in text
     text = text.replace("model = ...", "from __main__ import model").replace("data = ...", "from __main__ import data")
+    text = text.replace("eval = ...", "from __main__ import held_out as eval")
     text = text.replace("data=data", "data=data, live=False, steps=8")
     (folder / "filled.py").write_text(text, encoding="utf-8")
     import __main__
 
     monkeypatch.setattr(__main__, "model", model, raising=False)
     monkeypatch.setattr(__main__, "data", batches(), raising=False)
+    monkeypatch.setattr(__main__, "held_out", batches(1, seed=1), raising=False)
     runpy.run_path(str(folder / "filled.py"))
     assert capsys.readouterr().out.count("low fp8") >= 2, "both tables"
     (folder / "filled.py").unlink()

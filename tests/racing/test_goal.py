@@ -52,10 +52,31 @@ def test_what_is_not_reached_is_said(make):
     assert math.isnan(race.outcome.target)
     text = race.text()
     assert "The goal is a held-out loss of 0.001 or less, looked at every 2" in text
-    assert "Not reached by bf16, fp8, bf16 again." in text
+    lasts = ", ".join(f"{name} ({race.runs[name].goals[-1][1]:.4f} at last)" for name in ("bf16", "fp8", "bf16 again"))
+    assert f"Not reached by {lasts}." in text
     assert "at the goal" in text
     assert text.count("not reached") == 3
     assert "at the goal" in race._repr_html_()
+
+
+def test_a_race_that_is_run_again_is_judged_after_the_same_steps(make, model, tmp_path):
+    race = make(steps=30, eval=HELD_OUT, until=0.001, run_dir=tmp_path / "race")
+    steps = [step for step, _ in race.runs["bf16"].goals]
+    assert race.settings["turn_steps"] >= 2
+    loaded = sk.Race.load(tmp_path / "race")
+    again = loaded.rerun(model=model, data=batches(), eval=HELD_OUT, live=False)
+    assert [step for step, _ in again.runs["bf16"].goals] == steps
+    assert again.runs["fp8"].goals == race.runs["fp8"].goals
+    assert "sk.Race.load" in (text := (tmp_path / "race" / "rerun.py").read_text(encoding="utf-8"))
+    assert "eval = ...\n" in text
+    assert "data=data, eval=eval)" in text
+
+
+def test_a_change_that_does_not_come_is_told(make):
+    late = sk.FP8.then(sk.BF16, at=0.9)
+    race = make({"bf16": sk.BF16, "late": late}, steps=30, eval=HELD_OUT, until=100.0, turn_steps=4)
+    assert "'late' has not come to bf16: its recipe was to change later than in " in race.text()
+    assert "has not come to" not in make({"bf16": sk.BF16, "late": late}, steps=12, turn_steps=4).text()
 
 
 def fresh() -> sk.Decoder:
