@@ -201,6 +201,19 @@ def test_peft_computes_the_same_over_the_dequantized_base(recipe, tmp_path):
     assert torch.equal(again(ids).logits, ours(ids).logits)
 
 
+@pytest.mark.parametrize("other", [sk.QNF4, sk.QFP8, None], ids=str)
+def test_an_adapter_over_another_storage_is_warned_of(other, tmp_path, recwarn):
+    write(tmp_path / "base", "llama2")
+    given = {"dtype": torch.float32, "device": "cpu"}
+    save_adapter(load(tmp_path / "base", **given, recipe=sk.QNF4.lora(rank=4, init="loftq")), tmp_path / "adapter")
+    load_adapter(load(tmp_path / "base", **given, recipe=other), tmp_path / "adapter")
+    said = [str(each.message) for each in recwarn if "The adapter in" in str(each.message)]
+    assert len(said) == (other is not sk.QNF4)
+    assert all(
+        "storing weights as nf4 blocks of 64" in each and "Load the model with the recipe" in each for each in said
+    )
+
+
 def test_an_adapter_that_peft_made_by_loftq_is_read(tmp_path):
     write(tmp_path / "base", "llama2")
     ours = load(tmp_path / "base", dtype=torch.float32, device="cpu", recipe=sk.QNF4.lora(rank=4, init="loftq"))

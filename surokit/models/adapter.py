@@ -9,12 +9,14 @@ E experts, K in_features, N out_features, r rank.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -31,6 +33,7 @@ from surokit.recipe import Lora, within_block
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+_MADE_FOR = "surokit.storage"  # in the file's metadata: the storage whose error an adapter of init="loftq" began with
 # settings of PEFT that change what an adapter computes, with the values that mean the plain one
 _PLAIN = {
     "bias": ("none", None),
@@ -85,12 +88,14 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     if experts:
         config["target_parameters"] = sorted({within_block(name) for name in experts})
     folder = Path(folder)
+    fitted = [layer for layer in adapted.values() if layer.taken_up is not None]
+    made_for = {_MADE_FOR: _storages(fitted)} if fitted else {}
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         with written_whole(folder) as draft:
             write_json(draft / CONFIG, config)
             with readable(draft / WEIGHTS):
-                save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
+                save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt", **made_for})
 
     tensors = (
         (f"{_PREFIX}{place}{suffix}", part.contiguous())
@@ -104,7 +109,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Read a LoRA adapter that we or PEFT wrote into the model's layers and freeze everything else.
 
-    Adapters that are there already are replaced. Parameters take the dtype of the layer, the model's over a stored weight.
+    Adapters that are there already are replaced. Parameters take the dtype of the layer, the model's over a stored weight. Warns
+    where the adapter began with what another storage of the weights loses (init="loftq").
 
     Raises FileNotFoundError for a missing folder or file, CheckpointError for tensors that do not fit the model (all are named),
     settings other than plain LoRA (rank-stabilized scaling is fine), or an initialization for which PEFT changed the base.
@@ -144,6 +150,21 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
                 layer.remove_adapter()
             layer.add_adapter(lora, dtype if layer.storage else None)
             _read(layer, *(tensors[f"{_PREFIX}{names[name]}{suffix}"] for suffix in _SUFFIXES))
+    now = _storages(layers[name] for name in names)
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        then = (file.metadata() or {}).get(_MADE_FOR, now)
+    if then != now:
+        warnings.warn(
+            f"The adapter in {folder} began with what storing weights as {then} loses, and this model's are {now}: unless they are "
+            "those codes, decoded, it adds a part of an error that they do not have. Load the model with the recipe that the "
+            "adapter was made with.",
+            stacklevel=2,
+        )
+
+
+def _storages(layers: Iterable[Linear | ExpertsLinear]) -> str:
+    """Return how the layers' weights are stored, in words."""
+    return "; ".join(sorted({str(layer.storage or "not quantized") for layer in layers}))
 
 
 def merge(model: nn.Module, requantize: bool = False, keep: bool = True) -> int:
