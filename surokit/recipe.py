@@ -693,6 +693,10 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
     if plus:
         found = find_recipe(products)
         return found.lora() if storage == "lora" else found.store(find_recipe(storage))
+    if " then " in name:
+        raise ValueError(
+            f"{recipe!r} does not say when the recipe changes: write a share of the steps, or their number, '{name} at 0.9'."
+        )
     near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"There is no recipe {recipe!r}: {hint}known are {', '.join(recipes)}.")
