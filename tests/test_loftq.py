@@ -204,9 +204,12 @@ def test_peft_computes_the_same_over_the_dequantized_base(recipe, tmp_path):
 @pytest.mark.parametrize("other", [sk.QNF4, sk.QFP8, None], ids=str)
 def test_an_adapter_over_another_storage_is_warned_of(other, tmp_path, recwarn):
     write(tmp_path / "base", "llama2")
-    given = {"dtype": torch.float32, "device": "cpu"}
-    save_adapter(load(tmp_path / "base", **given, recipe=sk.QNF4.lora(rank=4, init="loftq")), tmp_path / "adapter")
-    load_adapter(load(tmp_path / "base", **given, recipe=other), tmp_path / "adapter")
+    fitted, base = (
+        load(tmp_path / "base", dtype=torch.float32, device="cpu", recipe=recipe)
+        for recipe in (sk.QNF4.lora(rank=4, init="loftq"), other)
+    )
+    save_adapter(fitted, tmp_path / "adapter")
+    load_adapter(base, tmp_path / "adapter")
     said = [str(each.message) for each in recwarn if "The adapter in" in str(each.message)]
     assert len(said) == (other is not sk.QNF4)
     assert all(

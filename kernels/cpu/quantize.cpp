@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the order of two codes in a byte is little-endian's");
+
 namespace {
 
 inline float as_float(uint32_t bits) {
@@ -146,7 +148,7 @@ uint32_t amax(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, u
     }
   };
   if (R * C == 1) {
-    shared(M, M * K, threads, [&](int64_t begin, int64_t end) { raise_to(largest_of(x + begin * K, (end - begin) * K)); });
+    shared(M * K, M * K, threads, [&](int64_t begin, int64_t end) { raise_to(largest_of(x + begin, end - begin)); });
     return *out = all.load();
   }
   shared(R, M * K, threads, [&](int64_t begin, int64_t end) {
@@ -167,13 +169,32 @@ uint32_t amax(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, u
   return all.load();
 }
 
-// What the tiles of a row have, for each of its elements: a compiler makes more of one long loop than of many over 16 elements.
-inline void spread(const float* of_tiles, int64_t K, int64_t columns, float* out) {
-  for (int64_t at = 0; at < K; at += columns, ++of_tiles) {
-    if (columns == 16 && at + 16 <= K)
-      std::fill(out + at, out + at + 16, *of_tiles);
+// Elements at a time: a compiler makes more of one loop over many than of many over the 16 of a block, and these stay in the cache.
+constexpr int64_t SOME = 4096;
+
+// Calls piece(row, rows, column, elements) for parts of the rows from `begin` to `end`: several whole rows where they are short and
+// may go together, some columns of one where it is long.
+template <class Piece>
+inline void in_pieces(int64_t begin, int64_t end, int64_t K, bool together, const Piece& piece) {
+  const int64_t rows = together ? std::max<int64_t>(1, SOME / std::max<int64_t>(K, 1)) : 1;
+  for (int64_t i = begin; i < end; i += rows)
+    if (const int64_t r = std::min(rows, end - i); r > 1)
+      piece(i, r, int64_t(0), r * K);
     else
-      std::fill(out + at, out + std::min(at + columns, K), *of_tiles);
+      for (int64_t j = 0; j < K; j += SOME) piece(i, r, j, std::min(SOME, K - j));
+}
+
+// What the tiles of a row have, for each of its n elements from column `first` on. of(tile): of the tile with that number.
+template <class Of>
+inline void spread(int64_t first, int64_t n, int64_t columns, const Of& of, float* out) {
+  for (int64_t at = 0, tile = first / columns; at < n; ++tile) {
+    const int64_t stop = std::min(n, (tile + 1) * columns - first);
+    const float value = of(tile);
+    if (stop - at == 16)
+      std::fill(out + at, out + at + 16, value);
+    else
+      std::fill(out + at, out + stop, value);
+    at = stop;
   }
 }
 
@@ -214,16 +235,20 @@ inline void values_of(const uint8_t* __restrict codes, int64_t n, const float* _
 template <class F, class T>
 void encode_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, const float* factors, float largest,
                   const int32_t* key, uint8_t* out, int threads) {
-  const int64_t C = (K + columns - 1) / columns;
+  const int64_t C = (K + columns - 1) / columns, bytes = F::nibbles ? (K + 1) / 2 : K;
   shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
-    std::vector<uint8_t> row(F::nibbles ? K : 0);
-    std::vector<float> of_row(K);
-    for (int64_t i = begin; i < end; ++i) {
-      uint8_t* codes = F::nibbles ? row.data() : out + i * K;
-      spread(factors + i / rows * C, K, columns, of_row.data());
-      codes_of<F>(x + i * K, K, of_row.data(), largest, uint32_t(i * K), key, codes);
-      if (F::nibbles) pack(codes, K, out + i * ((K + 1) / 2));
-    }
+    uint8_t of_nibbles[SOME];
+    float of_elements[SOME];
+    in_pieces(begin, end, K, !F::nibbles || K % 2 == 0, [&](int64_t i, int64_t r, int64_t first, int64_t n) {
+      for (int64_t q = 0; q < r; ++q) {
+        const float* of_tiles = factors + (i + q) / rows * C;
+        spread(first, n / r, columns, [=](int64_t tile) { return of_tiles[tile]; }, of_elements + q * K);
+      }
+      uint8_t* to = out + i * bytes + (F::nibbles ? first / 2 : first);
+      uint8_t* codes = F::nibbles ? of_nibbles : to;
+      codes_of<F>(x + i * K + first, n, of_elements, largest, uint32_t(i * K + first), key, codes);
+      if (F::nibbles) pack(codes, n, to);
+    });
   });
 }
 
@@ -244,7 +269,7 @@ void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* cod
       uint8_t of_blocks[SOME * 16];
       float of_elements[SOME * 16], squares[SOME * 16], products[SOME * 16], lengths[SOME] = {}, kept[SOME] = {};
       unpack(codes + first * 8, n * 8, of_blocks);
-      spread(scales + first, n * 16, 16, of_elements);
+      spread(0, n * 16, 16, [=](int64_t tile) { return scales[first + tile]; }, of_elements);
       for (int64_t j = 0; j < n * 16; ++j) {
         const float y = number(x[first * 16 + j]) * encode;
         squares[j] = y * y;
@@ -305,7 +330,7 @@ void choose_scales(const T* x, int64_t M, int64_t K, int64_t rows, const uint32_
   const int64_t C = (K + 15) / 16;
   const float decode = 1.0f / encode;
   shared((M + rows - 1) / rows, M * K, threads, [=](int64_t begin, int64_t end) {
-    std::vector<float> choices[2], sums[2], errors(16 * C), of_tiles(C), factors(K), backs(K);
+    std::vector<float> choices[2], sums[2], errors(16 * C), factors(K), backs(K);
     for (auto& each : choices) each.resize(C);
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t c = 0; c < C; ++c) {
@@ -314,10 +339,9 @@ void choose_scales(const T* x, int64_t M, int64_t K, int64_t rows, const uint32_
         choices[1][c] = E4M3::rounded(std::min(six * 1.5f, 448.0f));
       }
       for (int larger = 0; larger < 2; ++larger) {
-        for (int64_t c = 0; c < C; ++c) of_tiles[c] = factor_of(choices[larger][c], decode);
-        spread(of_tiles.data(), K, 16, factors.data());
-        for (int64_t c = 0; c < C; ++c) of_tiles[c] = choices[larger][c] * amax * float(1.0 / (6.0 * 256.0));
-        spread(of_tiles.data(), K, 16, backs.data());
+        const float* chosen = choices[larger].data();
+        spread(0, K, 16, [=](int64_t tile) { return factor_of(chosen[tile], decode); }, factors.data());
+        spread(0, K, 16, [=](int64_t tile) { return chosen[tile] * amax * float(1.0 / (6.0 * 256.0)); }, backs.data());
         sums[larger].assign(rows * C, 0.0f);
         for (int64_t i = 0; i < std::min(rows, M - r * rows); ++i) {
           errors_of(x + (r * rows + i) * K, K, factors.data(), backs.data(), squared, errors.data());
@@ -469,24 +493,23 @@ int dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, const uint8_t* sca
   if (std::count(scales, scales + M * C, 255)) return 1;
   std::atomic<bool> finite{true};
   shared(M, M * K, threads, [=, &finite](int64_t begin, int64_t end) {
-    std::vector<uint8_t> unpacked(F::nibbles ? 2 * bytes : 0);
-    std::vector<float> of_tiles(C), of_row(K);
-    for (int64_t i = begin; i < end; ++i) {
-      const uint8_t* row = codes + i * bytes;
+    uint8_t of_nibbles[SOME];
+    float of_elements[SOME];
+    in_pieces(begin, end, K, !F::nibbles || K % 2 == 0, [&](int64_t i, int64_t r, int64_t first, int64_t n) {
+      const uint8_t* from = codes + i * bytes + (F::nibbles ? first / 2 : first);
       if (F::nibbles) {
-        unpack(row, bytes, unpacked.data());
-        row = unpacked.data();
-      } else if (!all_finite<F>(row, K)) {
+        unpack(from, (n + 1) / 2, of_nibbles);
+        from = of_nibbles;
+      } else if (!all_finite<F>(from, n)) {
         finite = false;
-        return;
       }
-      for (int64_t c = 0; c < C; ++c) {
-        const uint32_t byte = scales[i * C + c];
-        of_tiles[c] = byte ? as_float(byte << 23) : 0x1p-127f;
+      for (int64_t q = 0; q < r; ++q) {
+        const uint8_t* of_row = scales + (i + q) * C;
+        const auto scale = [=](int64_t tile) { return of_row[tile] ? as_float(uint32_t(of_row[tile]) << 23) : 0x1p-127f; };
+        spread(first, n / r, 32, scale, of_elements + q * K);
       }
-      spread(of_tiles.data(), K, 32, of_row.data());
-      scaled<F>(row, K, of_row.data(), out + i * K);
-    }
+      scaled<F>(from, n, of_elements, out + i * K + first);
+    });
   });
   return finite ? 0 : 1;
 }
@@ -497,14 +520,16 @@ int factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const u
   for (int64_t t = 0; t < R * C; ++t)
     if ((scales[t] & 0x7f) == 0x7f) return 1;
   shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
-    std::vector<uint8_t> row(2 * bytes);
-    std::vector<float> of_tiles(C), of_row(K);
-    for (int64_t i = begin; i < end; ++i) {
-      unpack(codes + i * bytes, bytes, row.data());
-      for (int64_t c = 0; c < C; ++c) of_tiles[c] = E4M3::value(scales[i / rows * C + c]);
-      spread(of_tiles.data(), K, 16, of_row.data());
-      values_of(row.data(), K, of_row.data(), out + i * K);
-    }
+    uint8_t of_nibbles[SOME];
+    float of_elements[SOME];
+    in_pieces(begin, end, K, K % 2 == 0, [&](int64_t i, int64_t r, int64_t first, int64_t n) {
+      unpack(codes + i * bytes + first / 2, (n + 1) / 2, of_nibbles);
+      for (int64_t q = 0; q < r; ++q) {
+        const uint8_t* of_row = scales + (i + q) / rows * C;
+        spread(first, n / r, 16, [=](int64_t tile) { return E4M3::value(of_row[tile]); }, of_elements + q * K);
+      }
+      values_of(of_nibbles, n, of_elements, out + i * K + first);
+    });
   });
   return 0;
 }

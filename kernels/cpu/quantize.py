@@ -40,13 +40,14 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Return the codes [M, K] in the format's dtype and decode scales [R, C] float32."""
     grid = reference.grid_of_tiles(x_MK, rows, columns)
-    if _takes_tiles(x_MK, columns, key) and (amax is None or is_on_cpu(amax, torch.float32, grid)):
+    usual = (amax is None or is_on_cpu(amax, torch.float32, grid)) and floor <= reference.FLT_MAX
+    if usual and _takes_tiles(x_MK, columns, key):
         x_MK = row_by_row(x_MK)
         codes_MK = x_MK.new_empty(x_MK.shape, dtype=reference.DTYPES[format])
         scales_RC = reference.empty_scales(x_MK, rows, columns)
         tile, given = reference.tile_shape(x_MK, rows, columns), None if amax is None else amax.contiguous()
         made = codes_MK, scales_RC, *scales_RC.stride()
-        if call_with(x_MK, "quantize", *tile, pow2, floor, given, exponent_bits(codes_MK), key, *made):
+        if call_with(x_MK, "quantize", *tile, pow2, floor, given, format.exponent_bits, key, *made):
             return codes_MK, scales_RC
     return reference.quantize(x_MK, format, rows, columns, pow2, amax, floor, key)
 
@@ -55,8 +56,11 @@ def _takes_tiles(x_MK: Tensor, columns: int, key: Tensor | None = None) -> bool:
     return takes(x_MK, key) and not 0 < columns < _NARROW
 
 
-def exponent_bits(codes: Tensor) -> int:
-    return 4 if codes.dtype == torch.float8_e4m3fn else 5
+def decode(
+    codes_MK: Tensor, scale_inv_RC: Tensor, rows: int = 0, columns: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return codes * scale_inv in float32, rounded to `dtype`."""
+    return reference.times_tiles_(values(codes_MK).float(), scale_inv_RC, rows, columns).to(dtype)
 
 
 def values(codes: Tensor) -> Tensor:
@@ -65,7 +69,7 @@ def values(codes: Tensor) -> Tensor:
     whole = codes.is_contiguous() or (codes.ndim == 2 and codes.t().is_contiguous())
     if usual and whole and is_built():
         found = torch.empty_like(codes, dtype=torch.bfloat16)
-        if call("values", codes, codes.numel(), exponent_bits(codes), found):
+        if call("values", codes, codes.numel(), 4 if codes.dtype == torch.float8_e4m3fn else 5, found):
             return found
     return reference.values(codes)
 
@@ -74,6 +78,5 @@ def quantize_both(
     x_MK: Tensor, format: Format, rows: int = 0, columns: int = 0, pow2: bool = False, floor: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return quantize(x) and quantize(x'), each as codes and decode scales."""
-    codes_MK, scales = quantize(x_MK, format, rows, columns, pow2, floor=floor)
-    codes_KM, scales_t = quantize(x_MK.t(), format, rows, columns, pow2, floor=floor)
-    return codes_MK, scales, codes_KM.contiguous(), scales_t
+    given = format, rows, columns, pow2, None, floor
+    return *quantize(x_MK, *given), *quantize(x_MK.t(), *given)

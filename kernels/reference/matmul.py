@@ -51,7 +51,7 @@ def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 def addmm_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return beta y + alpha a b, written over y [M, N]; all of one dtype, any strides. With beta 0 what y held does not count."""
-    if _pays(a_MK, b_KN):
+    if _pays(a_MK, b_KN) and not (torch.is_grad_enabled() and y_MN.requires_grad):
         return _through_float32_(y_MN, a_MK, b_KN, beta, alpha)
     if beta == 0 and alpha == 1:
         return torch.mm(a_MK, b_KN, out=y_MN)
@@ -62,7 +62,8 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return x w' + bias [T, N], rounded once."""
     if bias_N is None:
         return mm(x_TK, w_NK.t())
-    if not _pays(x_TK, w_NK.t()) or bias_N.dtype != x_TK.dtype:
+    trains = torch.is_grad_enabled() and bias_N.requires_grad
+    if not _pays(x_TK, w_NK.t()) or bias_N.dtype != x_TK.dtype or trains:
         return torch.nn.functional.linear(x_TK, w_NK, bias_N)
     y_TN = bias_N.new_empty((len(x_TK), len(w_NK))).copy_(bias_N)
     return _through_float32_(y_TN, x_TK, w_NK.t(), 1.0, 1.0)

@@ -52,9 +52,8 @@ def quantize_both(
     x_MK: Tensor, format: Format, rows: int = 0, columns: int = 0, pow2: bool = False, floor: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return quantize(x) and quantize(x'), each as codes and decode scales: [M, K], [R, C], [K, M], [R', C']."""
-    codes_MK, scales = quantize(x_MK, format, rows, columns, pow2, floor=floor)
-    codes_KM, scales_t = quantize(x_MK.t(), format, rows, columns, pow2, floor=floor)
-    return codes_MK, scales, codes_KM.contiguous(), scales_t
+    given = format, rows, columns, pow2, None, floor
+    return *quantize(x_MK, *given), *quantize(x_MK.t(), *given)
 
 
 def empty_scales(x_MK: Tensor, rows: int, columns: int) -> Tensor:
@@ -154,7 +153,7 @@ def encode(
     y_MK = y_MK.clamp_(-format.max, format.max)
     if key is not None:
         y_MK = round_stochastic(y_MK, format, key)
-    return y_MK.to(DTYPES[format])
+    return y_MK.to(DTYPES[format]).contiguous()
 
 
 def round_stochastic(y: Tensor, format: Format, key: Tensor) -> Tensor:

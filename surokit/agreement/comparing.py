@@ -1,8 +1,8 @@
 """Run two models on one batch, compare them module by module, and put what was found into one sentence.
 
-Each model runs once without quantized products, and that of the coarser dtype twice more, disturbed (observe.py); of two with one
-dtype both do, and the smaller effect counts. A model whose recipe quantizes products runs once with them. Where a fused step
-differs, all is done again with hooks inside, which undo the fusion.
+Each model runs once without quantized products, and that of the coarser roundoff twice more, disturbed (observe.py). Two with the
+same roundoff both do, and the smaller effect counts, with experts the larger. A model whose recipe quantizes products runs once
+with them. Where a fused step differs, all is done again with hooks inside, which undo the fusion.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from surokit.agreement.observe import (
 )
 from surokit.agreement.report import ModuleParity, Pair, Parity, short
 from surokit.layers import check_taken_over
-from surokit.nn.experts import ExpertsLinear
+from surokit.nn.experts import ExpertsLinear, is_experts
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.torch_private import parameters_of
@@ -56,8 +56,8 @@ def parity(a: nn.Module, b: nn.Module, batch: Mapping[str, Tensor], *, step: str
     position_ids). step: whose first step is compared, "adamw" or "sgd".
 
     A difference counts where it is larger than the roundings of the coarser dtype explain, which is measured: two more runs
-    of each model that has it have them added at each module, and the smaller effect counts. With quantized products two more runs
-    say what these add.
+    of each model that has it have them added at each module. Of two effects the smaller counts, with experts the larger. With
+    quantized products two more runs say what these add.
 
     Both models stay as they are: parameters, gradients, buffers, modes, hooks, histories of delayed scaling, and torch's random
     state. They run in training mode, or both in evaluation mode if one has dropout or a noisy router. Memory: the outputs of
@@ -133,7 +133,8 @@ class Comparison:
             ) from error
 
     def _look(self, inside: bool) -> None:
-        """Run both, and the coarser one again with disturbances, which draw the roundings inside of its modules anew as well."""
+        """Run both, and those with the coarser roundoff again with disturbances, which draw the roundings inside of their modules
+        anew as well."""
         self.seen = [self._run(i, inside=inside) for i in (0, 1)]
         for which, seen in enumerate(self.seen):
             if seen.loss is None:
@@ -146,16 +147,22 @@ class Comparison:
         swapped = self.weights[0].keys() | self.weights[1].keys()
         left = {name: noise for name, noise in self.stored.items() if name not in swapped}
         left = measure.left_by_storage(*self.models, left)
-        sizes = measure.levels(self.models[coarser[-1]], self.u, left)
+        sizes: dict[str, float] = {}
+        for which in coarser:
+            sizes |= measure.levels(self.models[which], self.u, left)
         x, y = self.seen
         for name in x.calls.keys() & y.calls.keys():
             if "rotary" in name:  # float32 holds an angle to its roundoff times the position
                 apart = difference(x.calls[name].given, y.calls[name].given)
                 sizes[name] = max(sizes[name], min(apart, 2.0**-24 * self.labels.shape[1]))
         self.sizes = sizes
-        noises = [self._noise_of(which) for which in coarser]
-        # a module of one that rounds more than its dtype does makes a step of each disturbance: no noise, but its fault
-        self.noise = reduce(measure.Noise.least, noises)
+        hooked = [len(hookable(self.models[which], inside=True)) for which in coarser]
+        # hooks see little of a model that is one piece, and disturb little of it
+        noises = [self._noise_of(which) for which, count in zip(coarser, hooked) if 2 * count > max(hooked)]
+        # A module that rounds more than its model's dtype does makes steps of the disturbances: no noise, but its fault, which the
+        # other model has not. A router sends a token elsewhere by chance, in the runs of one and not of the other.
+        routes = any(is_experts(module) for model in self.models for module in model.modules())
+        self.noise = reduce(partial(measure.Noise.beside, which=max if routes else min), noises)
         self.names = [name for name in x.calls if name in y.calls]
         self._compare()
 

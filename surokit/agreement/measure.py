@@ -14,7 +14,7 @@ B batch, T tokens, K summands.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
@@ -160,15 +160,16 @@ class Noise:
             if g is not None and h is not None:
                 self.reach[name] = max(self.reach.get(name, 0.0), _finite(float((g.float() - h.float()).abs().amax())))
 
-    def least(self, other: Noise) -> Noise:
-        """Return the smaller of two models' noise, thing by thing; where one model alone has a thing, that model's."""
+    def beside(self, other: Noise, which: Callable[[Any, Any], Any]) -> Noise:
+        """Return the smaller (which=min) or the larger (max) of two models' noise, thing by thing; where one has no such thing, or
+        no noise of it at all, that of the other."""
 
-        def smaller(x: Any, y: Any) -> Any:
+        def chosen(x: Any, y: Any) -> Any:
             if isinstance(x, dict):
-                return {name: min(x.get(name, y.get(name)), y.get(name, x.get(name))) for name in x | y}
-            return min(x, y)
+                return {name: chosen(x.get(name), y.get(name)) for name in x | y}
+            return which(x, y) if x and y else x or y or 0.0
 
-        return Noise(*(smaller(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
+        return Noise(*(chosen(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
 
 
 def _finite(value: float) -> float:

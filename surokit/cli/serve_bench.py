@@ -114,15 +114,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {name}: {share:.1%} of the requests within {', '.join(arguments.limits)} ms")
     for name, usd in found.cost(arguments.usd_per_hour).items() if arguments.usd_per_hour else ():
         print(f"  {name}: {units.value(usd, 'USD')} for a million output tokens")
-    if (kept := found.saturation(found.points[0].server)) and len(works) > 1:
+    if (kept := found.saturation(found.points[0].server)) and len(measured) > 1:
         print(f"  {kept.name}: the last point that the server keeps up with")
-    if arguments.plot is not None:
-        found.plot().savefig(arguments.plot, dpi=150)
-    if arguments.plot_sweep is not None:
-        found.plot_sweep().savefig(arguments.plot_sweep, dpi=150)
+    whole = all(work in measured for work in works)
     if arguments.csv is not None:
         found.table().to_csv(arguments.csv, index=False)
-    return 0 if all(work in measured for work in works) else 130
+    if arguments.plot is not None:
+        found.plot().savefig(arguments.plot, dpi=150)
+    if arguments.plot_sweep is not None and (whole or len(measured) > 1):
+        found.plot_sweep().savefig(arguments.plot_sweep, dpi=150)
+    return 0 if whole else 130
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -175,13 +175,18 @@ def operation(
         name = schema.partition("(")[0]
         op = OPERATIONS[name] = Operation(name, reference, adapt)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(
-            name, lambda x, *rest, **options: op.on(x.device)(x, *rest, **options), "CompositeExplicitAutograd"
-        )
+        _LIBRARY.impl(name, partial(_carried_out, op), "CompositeExplicitAutograd")
         torch.library.register_fake(f"surokit::{name}", shapes, lib=_LIBRARY)
         return shapes
 
     return register
+
+
+def _carried_out(operation: Operation, x: Tensor, *rest: Any, **options: Any) -> Any:
+    """Carry an operation out on its tensors as they are: autocast would round what a definition multiplies in float32."""
+    device = x.device
+    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
+        return operation.on(device)(x, *rest, **options)
 
 
 # -- shapes

@@ -51,6 +51,8 @@ def main(folder: Path) -> None:
         if settings["script"] is None:
             _end()
     except BaseException as error:
+        if settings["script"] is not None and isinstance(error, SystemExit) and not error.code:
+            return  # as the script would end by itself
         words = {
             "rank": here.number,
             "restarts": here.restarts,
@@ -71,21 +73,17 @@ def log_name(stream: str, restarts: int, rank: int) -> str:
 
 
 def _do(folder: Path, settings: dict[str, Any]) -> Any:
-    """Do what was launched and return its value; none where it ends itself without an error, as by sys.exit(0)."""
-    try:
-        return _called(folder, settings)
-    except SystemExit as ended:
-        if ended.code:
-            raise
-        return None
-
-
-def _called(folder: Path, settings: dict[str, Any]) -> Any:
+    """Do what was launched and return its value: of a function that ends itself by sys.exit(0), and of a script, none."""
     if settings["script"] is None:
         sys.path[:] = settings["path"]
         train, args, kwargs = loaded((folder / CALL).read_bytes())
         _take_gpu()
-        return train(*args, **kwargs)
+        try:
+            return train(*args, **kwargs)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+            return None
     sys.argv = [*settings["script"]]
     if settings["is_module"]:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -18,7 +18,7 @@ from surokit.places import check_new, make_folder, write_whole
 from surokit.serving.asking import Server, asked
 from surokit.serving.client import CONNECTIONS, LIMIT_S, STALL_S, Answer, Client
 from surokit.serving.driving import drive
-from surokit.serving.measures import answered, tpot_ms
+from surokit.serving.measures import answered, itl_ms
 from surokit.serving.point import Point
 from surokit.serving.progress import Progress
 from surokit.serving.served import ANSWERS, FORMAT, HEAD, ServeBench, described
@@ -152,11 +152,11 @@ def _notes(work: Workload, answers: list[Answer]) -> list[str]:
     sizes = {a.input_tokens for a in answers if a.input_tokens is not None}
     if not work.prompts and not sizes <= {work.input_tokens}:
         notes.append(f"prompts had {min(sizes)} to {max(sizes)} tokens where {work.input_tokens} were asked for")
-    per_token = tpot_ms(answered(answers))
-    if (at_once := int((per_token == 0).sum())) > len(per_token) / 2:
+    between = itl_ms(answered(answers))
+    if (at_once := int((between == 0).sum())) > len(between) / 2:
         notes.append(
-            f"{at_once} of {len(per_token)} answers of several tokens came at once, which says nothing of the time per token: "
-            "something between may collect what the server streams"
+            f"{at_once} of {len(between)} times between chunks are zero, so the time per token is not the server's: something "
+            "between may collect what it streams"
         )
     return notes
 

@@ -130,6 +130,34 @@ def test_a_matrix_that_lies_column_by_column_is_turned(shape):
         assert torch.equal(turned.view(bits), given.view(bits))
 
 
+@pytest.mark.parametrize("shape", [(3000, 16), (601, 48), (1, 20_000), (3, 8191), (2000, 7)], ids=str)
+def test_short_rows_go_together_and_long_ones_are_cut(shape):
+    x = matrix(*shape)
+    for key in (None, KEY):
+        for rows in (1, 16):
+            same(nvfp4.quantize(x, rows, None, None, key), nvfp4_reference.quantize(x, rows, None, None, key))
+        for format in (FORMATS["e2m1"], FORMATS["e4m3"]):
+            same(mx.quantize(x, format, "even", key), mx_reference.quantize(x, format, "even", key))
+        for tile in ((0, 0), (1, 0), (1, 128), (64, 100)):
+            given = FORMATS["e5m2"], *tile, False, None, 0.0, key
+            same(quantize.quantize(x, *given), reference.quantize(x, *given))
+    for rows in (1, 16):
+        packed, scales, _ = nvfp4.quantize(x, rows)
+        same(nvfp4.factors(packed, scales, rows, shape[1]), nvfp4_reference.factors(packed, scales, rows, shape[1]))
+    for format in (FORMATS["e2m1"], FORMATS["e4m3"]):
+        codes, scales = mx.quantize(x, format, "even")
+        same(mx.dequantize(codes, scales, shape[1], format), mx_reference.dequantize(codes, scales, shape[1], format))
+    codes, scales = quantize.quantize(x, FORMATS["e4m3"], 1, 128)
+    same(quantize.decode(codes, scales, 1, 128, x.dtype), reference.decode(codes, scales, 1, 128, x.dtype))
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-12, 3e38, INF, 1e39, NAN, -1.0])
+def test_floors_of_every_kind(floor):
+    x = matrix(20, 40)
+    given = FORMATS["e4m3"], 1, 0, False, None, floor
+    alike(outcome(quantize.quantize, x, *given), outcome(reference.quantize, x, *given))
+
+
 @pytest.mark.parametrize("start", [0, 1 << 17, -(1 << 31)])
 @pytest.mark.parametrize("shape", [(1,), (5, 7), (300, 333)], ids=str)
 @pytest.mark.parametrize("odd", [None, *ODD])

@@ -229,6 +229,19 @@ def test_a_gradient_of_gradients(through_float32):
     assert (penalty(torch.bfloat16) - exact).norm() < 0.02 * exact.norm()
 
 
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_what_trains_is_left_to_autograd(rows, through_float32):
+    a, b = matrices(rows, 128, 160)
+    bias, y = (
+        torch.randn(160).bfloat16().requires_grad_(),
+        torch.zeros(rows, 160, dtype=torch.bfloat16, requires_grad=True),
+    )
+    matmul.linear(a, b.t(), bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full_like(bias, rows))
+    matmul.addmm_(y.clone(), a, b).sum().backward()
+    assert torch.equal(y.grad, torch.ones_like(y))
+
+
 def test_autocast(through_float32):
     torch.manual_seed(0)
     x, w = torch.randn(128, 96, requires_grad=True), torch.randn(160, 96, requires_grad=True)
@@ -255,6 +268,16 @@ def test_autocast_casts_no_operand_back(through_float32):
         linear(a, b.t(), bias)
     assert len(multiplied) >= 5
     assert set(multiplied) == {torch.float32}
+
+
+@pytest.mark.parametrize("op", ["rotate", "emulated_mm"])
+def test_an_operation_is_carried_out_as_it_is_defined_under_autocast(op):
+    torch.manual_seed(0)
+    x, one = torch.randn(64, 64), torch.ones(1, 1)
+    given = (x, 16) if op == "rotate" else (x.bfloat16(), 1.1 * one, x.bfloat16(), one, torch.float32)
+    expected = getattr(kernels, op)(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(getattr(kernels, op)(*given), expected)
 
 
 def test_autocast_leaves_float64_alone(through_float32):

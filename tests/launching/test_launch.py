@@ -343,7 +343,10 @@ def test_a_process_that_hangs_is_ended_with_every_stack(tmp_path: Path) -> None:
 def test_a_script_is_launched_from_the_shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom surokit.ranks import rank_here\nprint(rank_here().number, sys.argv[1:], __name__)\n"
+        "import sys\nimport torch.distributed as dist\nfrom surokit.ranks import rank_here\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\nprint(rank_here().number, sys.argv[1:], __name__, flush=True)\n"
+        "if rank_here().number: sys.exit(0)\n"  # ends at once and is waited for by nobody
+        "dist.destroy_process_group()\n"
     )
     assert cli.main(["launch", "--gpus", "2", str(script), "--steps", "3"]) == 0
     out = capfd.readouterr().out

@@ -33,7 +33,7 @@ def test_a_sweep_of_a_server_that_runs_beside_another(tmp_path, capsys):
     assert sk.ServeBench.load(tmp_path / "first").points[0].workload == sk.Workload(6, 20, 4)
 
 
-def test_a_sweep_that_is_interrupted_prints_what_it_has_and_says_so(capsys):
+def test_a_sweep_that_is_interrupted_keeps_what_it_has_and_says_so(tmp_path, capsys):
     server = Words()
     usual = server.answer
 
@@ -45,10 +45,14 @@ def test_a_sweep_that_is_interrupted_prints_what_it_has_and_says_so(capsys):
     server.answer = interrupts
     with listening(server) as url:
         words = f"serve-bench {url} --requests 3000 --input-tokens 9 --output-tokens 2 --concurrency 8 16"
-        assert cli.main(words.split()) == 130
+        files = ["--csv", str(tmp_path / "all.csv"), "--plot-sweep", str(tmp_path / "sweep.png")]
+        assert cli.main([*words.split(), *files]) == 130
+    assert len(pandas.read_csv(tmp_path / "all.csv")) == 1
+    assert not (tmp_path / "sweep.png").exists()
     said = capsys.readouterr()
     assert ", 8 at once" in said.out
     assert ", 16 at once" not in said.out
+    assert "keeps up with" not in said.out
     assert "interrupted; workloads that were measured are kept" in said.err
 
 
