@@ -237,8 +237,10 @@ def test_what_trains_is_left_to_autograd(rows, through_float32):
         torch.zeros(rows, 160, dtype=torch.bfloat16, requires_grad=True),
     )
     matmul.linear(a, b.t(), bias).sum().backward()
+    assert bias.grad is not None
     assert torch.equal(bias.grad, torch.full_like(bias, rows))
     matmul.addmm_(y.clone(), a, b).sum().backward()
+    assert y.grad is not None
     assert torch.equal(y.grad, torch.ones_like(y))
 
 
