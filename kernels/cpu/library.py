@@ -59,9 +59,9 @@ def is_on_cpu(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = Non
 
 def row_by_row(x_MK: Tensor) -> Tensor:
     """Return the matrix with its rows one after the other; one of bfloat16 that lies column by column is turned in C++."""
-    x_KM = x_MK.t()
-    if x_MK.is_contiguous() or not x_KM.is_contiguous() or x_MK.dtype != torch.bfloat16:
+    if x_MK.is_contiguous() or x_MK.dtype != torch.bfloat16 or not takes(x_MK) or not x_MK.t().is_contiguous():
         return x_MK.contiguous()
+    x_KM = x_MK.t()
     turned = torch.empty_like(x_MK, memory_format=torch.contiguous_format)
     return turned if call("transpose", x_KM, *x_KM.shape, turned) else x_MK.contiguous()
 

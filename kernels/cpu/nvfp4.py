@@ -36,7 +36,7 @@ def quantize(
 
 def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return `quantize` of the rotated x, in blocks of 1 x 16."""
-    return quantize(hadamard.rotate(row_by_row(x_MK) if takes(x_MK) else x_MK, block), 1, key=key)
+    return quantize(hadamard.rotate(row_by_row(x_MK), block), 1, key=key)
 
 
 def quantize_eden(x_MK: Tensor, block: int, rotation: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:

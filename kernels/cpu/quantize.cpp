@@ -172,18 +172,6 @@ uint32_t amax(const T* x, int64_t M, int64_t K, int64_t rows, int64_t columns, u
 // Elements at a time: a compiler makes more of one loop over many than of many over the 16 of a block, and these stay in the cache.
 constexpr int64_t SOME = 4096;
 
-// Calls piece(row, rows, column, elements) for parts of the rows from `begin` to `end`: several whole rows where they are short and
-// may go together, some columns of one where it is long.
-template <class Piece>
-inline void in_pieces(int64_t begin, int64_t end, int64_t K, bool together, const Piece& piece) {
-  const int64_t rows = together ? std::max<int64_t>(1, SOME / std::max<int64_t>(K, 1)) : 1;
-  for (int64_t i = begin; i < end; i += rows)
-    if (const int64_t r = std::min(rows, end - i); r > 1)
-      piece(i, r, int64_t(0), r * K);
-    else
-      for (int64_t j = 0; j < K; j += SOME) piece(i, r, j, std::min(SOME, K - j));
-}
-
 // What the tiles of a row have, for each of its n elements from column `first` on. of(tile): of the tile with that number.
 template <class Of>
 inline void spread(int64_t first, int64_t n, int64_t columns, const Of& of, float* out) {
@@ -195,6 +183,23 @@ inline void spread(int64_t first, int64_t n, int64_t columns, const Of& of, floa
     else
       std::fill(out + at, out + stop, value);
     at = stop;
+  }
+}
+
+// Calls piece(row, column, n, scales) for parts of the rows from `begin` to `end`: several whole rows where they are short and may
+// go together, some columns of one where it is long. n: elements, and their scales; of(row, tile): the scale of a tile of a row.
+template <class Of, class Piece>
+inline void in_pieces(int64_t begin, int64_t end, int64_t K, int64_t columns, bool together, const Of& of, const Piece& piece) {
+  float scales[SOME];
+  const int64_t rows = together ? std::max<int64_t>(1, SOME / std::max<int64_t>(1, K)) : 1;
+  for (int64_t i = begin; i < end; i += rows) {
+    const int64_t r = std::min(rows, end - i);
+    for (int64_t first = 0; first < K; first += SOME) {  // once where rows go together
+      const int64_t n = std::min(SOME, K - first);
+      for (int64_t q = 0; q < r; ++q)
+        spread(first, n, columns, [&, row = i + q](int64_t tile) { return of(row, tile); }, scales + q * K);
+      piece(i, first, n * r, scales);
+    }
   }
 }
 
@@ -238,12 +243,9 @@ void encode_tiles(const T* x, int64_t M, int64_t K, int64_t rows, int64_t column
   const int64_t C = (K + columns - 1) / columns, bytes = F::nibbles ? (K + 1) / 2 : K;
   shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
     uint8_t of_nibbles[SOME];
-    float of_elements[SOME];
-    in_pieces(begin, end, K, !F::nibbles || K % 2 == 0, [&](int64_t i, int64_t r, int64_t first, int64_t n) {
-      for (int64_t q = 0; q < r; ++q) {
-        const float* of_tiles = factors + (i + q) / rows * C;
-        spread(first, n / r, columns, [=](int64_t tile) { return of_tiles[tile]; }, of_elements + q * K);
-      }
+    const auto factor = [=](int64_t row, int64_t tile) { return factors[row / rows * C + tile]; };
+    const bool together = !F::nibbles || K % 2 == 0;
+    in_pieces(begin, end, K, columns, together, factor, [&](int64_t i, int64_t first, int64_t n, const float* of_elements) {
       uint8_t* to = out + i * bytes + (F::nibbles ? first / 2 : first);
       uint8_t* codes = F::nibbles ? of_nibbles : to;
       codes_of<F>(x + i * K + first, n, of_elements, largest, uint32_t(i * K + first), key, codes);
@@ -262,12 +264,12 @@ inline void add_blocks(const float* __restrict x, int64_t blocks, float* __restr
 template <class T>
 void correct_scales(const T* x, int64_t blocks, float encode, const uint8_t* codes, const int32_t* key, float* scales,
                     int threads) {
-  constexpr int64_t SOME = 32;  // blocks at a time
+  constexpr int64_t BLOCKS = 32;  // at a time
   shared(blocks, blocks * 16, threads, [=](int64_t begin, int64_t end) {
-    for (int64_t first = begin; first < end; first += SOME) {
-      const int64_t n = std::min(SOME, end - first);
-      uint8_t of_blocks[SOME * 16];
-      float of_elements[SOME * 16], squares[SOME * 16], products[SOME * 16], lengths[SOME] = {}, kept[SOME] = {};
+    for (int64_t first = begin; first < end; first += BLOCKS) {
+      const int64_t n = std::min(BLOCKS, end - first);
+      uint8_t of_blocks[BLOCKS * 16];
+      float of_elements[BLOCKS * 16], squares[BLOCKS * 16], products[BLOCKS * 16], lengths[BLOCKS] = {}, kept[BLOCKS] = {};
       unpack(codes + first * 8, n * 8, of_blocks);
       spread(0, n * 16, 16, [=](int64_t tile) { return scales[first + tile]; }, of_elements);
       for (int64_t j = 0; j < n * 16; ++j) {
@@ -494,19 +496,18 @@ int dequantize_mx(const uint8_t* codes, int64_t M, int64_t K, const uint8_t* sca
   std::atomic<bool> finite{true};
   shared(M, M * K, threads, [=, &finite](int64_t begin, int64_t end) {
     uint8_t of_nibbles[SOME];
-    float of_elements[SOME];
-    in_pieces(begin, end, K, !F::nibbles || K % 2 == 0, [&](int64_t i, int64_t r, int64_t first, int64_t n) {
+    const auto scale = [=](int64_t row, int64_t tile) {
+      const uint32_t byte = scales[row * C + tile];
+      return byte ? as_float(byte << 23) : 0x1p-127f;
+    };
+    const bool together = !F::nibbles || K % 2 == 0;
+    in_pieces(begin, end, K, 32, together, scale, [&](int64_t i, int64_t first, int64_t n, const float* of_elements) {
       const uint8_t* from = codes + i * bytes + (F::nibbles ? first / 2 : first);
       if (F::nibbles) {
         unpack(from, (n + 1) / 2, of_nibbles);
         from = of_nibbles;
       } else if (!all_finite<F>(from, n)) {
         finite = false;
-      }
-      for (int64_t q = 0; q < r; ++q) {
-        const uint8_t* of_row = scales + (i + q) * C;
-        const auto scale = [=](int64_t tile) { return of_row[tile] ? as_float(uint32_t(of_row[tile]) << 23) : 0x1p-127f; };
-        spread(first, n / r, 32, scale, of_elements + q * K);
       }
       scaled<F>(from, n, of_elements, out + i * K + first);
     });
@@ -521,13 +522,9 @@ int factors_nv(const uint8_t* codes, int64_t M, int64_t K, int64_t rows, const u
     if ((scales[t] & 0x7f) == 0x7f) return 1;
   shared(M, M * K, threads, [=](int64_t begin, int64_t end) {
     uint8_t of_nibbles[SOME];
-    float of_elements[SOME];
-    in_pieces(begin, end, K, K % 2 == 0, [&](int64_t i, int64_t r, int64_t first, int64_t n) {
+    const auto scale = [=](int64_t row, int64_t tile) { return E4M3::value(scales[row / rows * C + tile]); };
+    in_pieces(begin, end, K, 16, K % 2 == 0, scale, [&](int64_t i, int64_t first, int64_t n, const float* of_elements) {
       unpack(codes + i * bytes + first / 2, (n + 1) / 2, of_nibbles);
-      for (int64_t q = 0; q < r; ++q) {
-        const uint8_t* of_row = scales + (i + q) / rows * C;
-        spread(first, n / r, 16, [=](int64_t tile) { return E4M3::value(of_row[tile]); }, of_elements + q * K);
-      }
       values_of(of_nibbles, n, of_elements, out + i * K + first);
     });
   });

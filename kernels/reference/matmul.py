@@ -51,7 +51,7 @@ def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 def addmm_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return beta y + alpha a b, written over y [M, N]; all of one dtype, any strides. With beta 0 what y held does not count."""
-    if _pays(a_MK, b_KN) and not (torch.is_grad_enabled() and y_MN.requires_grad):
+    if _pays(a_MK, b_KN, y_MN):
         return _through_float32_(y_MN, a_MK, b_KN, beta, alpha)
     if beta == 0 and alpha == 1:
         return torch.mm(a_MK, b_KN, out=y_MN)
@@ -62,8 +62,7 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return x w' + bias [T, N], rounded once."""
     if bias_N is None:
         return mm(x_TK, w_NK.t())
-    trains = torch.is_grad_enabled() and bias_N.requires_grad
-    if not _pays(x_TK, w_NK.t()) or bias_N.dtype != x_TK.dtype or trains:
+    if not _pays(x_TK, w_NK.t(), bias_N) or bias_N.dtype != x_TK.dtype:
         return torch.nn.functional.linear(x_TK, w_NK, bias_N)
     y_TN = bias_N.new_empty((len(x_TK), len(w_NK))).copy_(bias_N)
     return _through_float32_(y_TN, x_TK, w_NK.t(), 1.0, 1.0)
@@ -133,12 +132,13 @@ def choice(device: torch.device) -> tuple[str, str]:
     return "torch", instructions
 
 
-def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
+def _pays(a_MK: Tensor, b_KN: Tensor, *added: Tensor) -> bool:
     if not through_float32(a_MK) or b_KN.dtype != a_MK.dtype:
         return False
     if type(a_MK) not in PLAIN or type(b_KN) not in PLAIN or torch.compiler.is_exporting():
         return False  # without data of their own to convert, or of sizes that are not known yet
-    if torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad):  # scratch is not for autograd to record
+    # scratch is not for autograd to record
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (a_MK, b_KN, *added)):
         return False
     (M, K), N = a_MK.shape, b_KN.shape[1]
     return M * K * N >= _least_reuse() * (M * K + K * N + M * N) > 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from surokit.cli.options import check_picture, number
+from surokit.cli.options import add_with_examples, check_picture, number
 
 _EXAMPLES = """\
 examples:
@@ -17,12 +17,11 @@ examples:
 
 def add(commands: Any) -> None:
     """Add the command and its arguments."""
-    dissect = commands.add_parser(
+    dissect = add_with_examples(
+        commands,
         "dissect",
         help="what each optimization of a step brings, alone and together",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     dissect.add_argument(
         "model", metavar="CONFIG", help="a config.json (random weights), a folder or a model of the Hub"

@@ -32,6 +32,12 @@ class UsageError(ValueError):
     """A UsageError says what is wrong with a command line."""
 
 
+def add_with_examples(commands: Any, name: str, *, help: str, examples: str, **more: Any) -> Any:
+    """Add a command whose help ends with examples, and return its parser."""
+    form = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, help=help, epilog=examples, formatter_class=form, allow_abbrev=False, **more)
+
+
 def number(text: str) -> float:
     """Read a number, a whole one as int."""
     try:

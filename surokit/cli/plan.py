@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
-from surokit.cli.options import check_picture, number, price, print_json
+from surokit.cli.options import add_with_examples, check_picture, number, price, print_json
 
 if TYPE_CHECKING:
     from surokit.planner.inverse.recipe_choice import RecipeChoice
@@ -26,13 +26,12 @@ What a note calls batch= is --batch here. What is not given is left out, and a n
 
 def add(commands: Any) -> None:
     """Add the command and its arguments."""
-    plan = commands.add_parser(
+    plan = add_with_examples(
+        commands,
         "plan",
         help="FLOPs, time, cost and memory of a run",
         usage="surokit plan what [--recipe NAME] [--batch N] [--length N] [--gpu NAME] [--tokens N] [...]",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     plan.add_argument(
         "what",

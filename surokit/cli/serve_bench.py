@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit import units
-from surokit.cli.options import check_picture, number
+from surokit.cli.options import add_with_examples, check_picture, number
 
 _EXAMPLES = """\
 examples:
@@ -20,12 +20,11 @@ examples:
 
 def add(commands: Any) -> None:
     """Add the command and its arguments."""
-    bench = commands.add_parser(
+    bench = add_with_examples(
+        commands,
         "serve-bench",
         help="throughput and latencies of a server with OpenAI's HTTP interface",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     bench.add_argument(
         "url", metavar="URL", nargs="?", help="of the interface; without it --start says how it is started"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, wraps
 from typing import Any, NamedTuple
@@ -184,9 +184,13 @@ def operation(
 
 def _carried_out(operation: Operation, x: Tensor, *rest: Any, **options: Any) -> Any:
     """Carry an operation out on its tensors as they are: autocast would round what a definition multiplies in float32."""
-    device = x.device
-    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
-        return operation.on(device)(x, *rest, **options)
+    with without_autocast(x.device):
+        return operation.on(x.device)(x, *rest, **options)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Compute in the block in the dtypes that tensors on the device have."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 # -- shapes

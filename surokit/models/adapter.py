@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -150,9 +149,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
                 layer.remove_adapter()
             layer.add_adapter(lora, dtype if layer.storage else None)
             _read(layer, *(tensors[f"{_PREFIX}{names[name]}{suffix}"] for suffix in _SUFFIXES))
-    now = _storages(layers[name] for name in names)
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        then = (file.metadata() or {}).get(_MADE_FOR, now)
+        now = _storages(layers[name] for name in names)
+        then = tensors.metadata.get(_MADE_FOR, now)
     if then != now:
         warnings.warn(
             f"The adapter in {folder} began with what storing weights as {then} loses, and this model's are {now}: unless they are "

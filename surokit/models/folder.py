@@ -58,6 +58,14 @@ class Tensors:
         slices = {name: file.get_slice(name) for name, file in self._owner.items()}
         return {name: Wanted(tuple(s.get_shape()), (s.get_dtype(),)) for name, s in slices.items()}
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Return what the files' headers say besides, of all of them together."""
+        said: dict[str, str] = {}
+        for file in dict.fromkeys(self._owner.values()):
+            said |= file.metadata() or {}
+        return said
+
     def __contains__(self, name: object) -> bool:
         return name in self._owner
 

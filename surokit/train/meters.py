@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from statistics import median
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.accuracy import Operands, judge
+from surokit.kernels.ops import without_autocast
 from surokit.layers import linear_layers
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import SLOTS
@@ -267,9 +268,8 @@ class Watcher:
     def _judge(self, name: str, taken: _Taken, dy_TN: Tensor | None) -> None:
         layer, precision, x_TK = taken.layer, taken.layer.precision, taken.x_TK
         assert precision is not None
-        kind = x_TK.device.type
         # operands of a step under autocast are cast already, and must not be cast once more
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        with without_autocast(x_TK.device):
             w_NK = layer.dense_weight(x_TK.dtype).detach()
             part = None if dy_TN is None else dy_TN[: self.value.tokens].to(x_TK.dtype)
             own = {"x": taken.amax, "w": _largest(w_NK)} | ({} if dy_TN is None else {"dy": _largest(dy_TN)})

@@ -216,6 +216,10 @@ def test_what_holds_nothing_and_other_dtypes_are_left_to_the_definition(shape):
     same(nvfp4.quantize(x, 1), nvfp4_reference.quantize(x, 1))
     same(mx.quantize(x, FORMATS["e4m3"], "floor"), mx_reference.quantize(x, FORMATS["e4m3"], "floor"))
     same(quantize.quantize(x, FORMATS["e4m3"], 1, 0), reference.quantize(x, FORMATS["e4m3"], 1, 0))
+    assert nvfp4.dequantize(*nvfp4_reference.quantize(x, 1), 1, shape[1]).shape == shape
+    for name in ("e2m1", "e4m3"):
+        coded = mx_reference.quantize(x, FORMATS[name], "floor")
+        assert mx.dequantize(*coded, shape[1], FORMATS[name]).shape == shape
     for dtype in (torch.float16, torch.float64):
         x = matrix(20, 40, dtype=dtype)
         assert not library.takes(x)
