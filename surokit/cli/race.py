@@ -27,7 +27,14 @@ def add(commands: Any) -> None:
     race.add_argument(
         "--model", metavar="FOLDER", help="a folder or a model of the Hub; a small one of its own without"
     )
-    race.add_argument("--text", metavar="FILE", help="what to train on; a built-in text without")
+    text = race.add_mutually_exclusive_group()
+    text.add_argument("--text", metavar="FILE", help="what to train on; a built-in text without")
+    text.add_argument(
+        "--stories",
+        type=number,
+        metavar="N",
+        help="train on so many characters of generated stories: in a long race none is seen twice",
+    )
     for name, what in {
         "--minutes": "of the race, after its warm-up; 1 without --steps",
         "--steps": "of each run",
@@ -64,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
     recipes = {name: find_recipe(name) for name in arguments.recipes}
+    source = arguments.text or texts.SHAKESPEARE if arguments.stories is None else sk.stories(arguments.stories)
     if arguments.lora is not None or arguments.lora_init is not None:
         recipes = _with_adapters(recipes, arguments.lora, arguments.lora_init)
     if arguments.model is not None:
@@ -71,12 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer = sk.load_tokenizer(arguments.model)
     else:
         width, layers = given.get("width", 128), given.get("layers", 4)
-        tokenizer = sk.train_tokenizer(arguments.text or texts.SHAKESPEARE, vocab_size=1024)
+        tokenizer = sk.train_tokenizer(source if arguments.stories is None else sk.stories(1_000_000), vocab_size=1024)
         shape = {"heads": max(1, width // 32), "kv_heads": max(1, width // 64), "ffn": 3 * width, "vocab": 1024}
         torch.manual_seed(seed)
         config = sk.DecoderConfig(layers=layers, width=width, max_length=length, **shape)
         model = sk.Decoder(config, dtype=torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
-    source = arguments.text or texts.SHAKESPEARE
     train, held_out = sk.text(source, tokenizer, length=length, batch=given.get("batch", 8), seed=seed).split(
         held_out=0.01
     )

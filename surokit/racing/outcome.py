@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from surokit.statistics import ROUNDS, Interval, bootstrap_interval, spread
 from surokit.units import counted, elapsed
 
 HOUR_S, DAY_S = 3600.0, 86400.0
+GoalKind = Literal["held_out", "accuracy"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class RunOutcome:
     Times are the run's own (`Run.warm_seconds`).
 
     loss: smoothed, after the last step. loss_at: smoothed, when `at_s` of its own time had passed, which is as long as every run
-    has. loss_hour: after an hour of its own time, where it ran that long. to_target: (steps, tokens, seconds, USD). steps_per_day:
-    of own time, at the speed of the whole turns.
+    has. loss_hour: after an hour of its own time, where it ran that long. accuracy: in a race to one, when it was judged last.
+    to_target: (steps, tokens, seconds, USD). steps_per_day: of own time, at the speed of the whole turns.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RunOutcome:
     predicted: float | None
     loss: float
     held_out: float | None
+    accuracy: float | None
     to_target: tuple[int, int, float, float | None] | None
     loss_at: float
     loss_hour: float | None
@@ -69,7 +71,11 @@ class Outcome:
     goodput: float  # share of the race's clock, from its first turn to the end of its last, that was somebody's turn
     control: Interval | None
     seed: int
-    has_goal: bool = False
+    goal: GoalKind | None = None
+
+    @property
+    def has_goal(self) -> bool:
+        return self.goal is not None
 
     def __getitem__(self, name: str) -> RunOutcome:
         return next(row for row in self.rows if row.name == name)
@@ -109,12 +115,13 @@ def outcome(
     target_loss: float | None = None,
     usd_per_hour: float | None = None,
     seed: int = 0,
-    has_goal: bool = False,
+    goal: GoalKind | None = None,
 ) -> Outcome:
     """Compute the figures of the runs so far; nan or None where a run has had no turn yet.
 
-    has_goal: the runs train to a goal, which takes the place of a target loss.
+    goal: what the runs are trained to, which takes the place of a target loss; None in a race without a goal.
     """
+    has_goal = goal is not None
     names = list(runs)
     rounds = rounds_of(list(runs.values()))
     shared = dict.fromkeys(names, rounds)
@@ -155,6 +162,7 @@ def outcome(
                 predicted=run.prediction.ratio if run.prediction else None,
                 loss=float(mean[-1]) if len(mean) else math.nan,
                 held_out=run.held_out[-1][1] if run.held_out and run.held_out[-1][0] == _last_step(run) else None,
+                accuracy=run.goals[-1][1] if run.goals and goal == "accuracy" else None,
                 to_target=to_target,
                 loss_at=_at(mean, seconds[name], at_s),
                 loss_hour=_at(mean, seconds[name], HOUR_S) if len(mean) and seconds[name][-1] >= HOUR_S else None,
@@ -179,7 +187,7 @@ def outcome(
         _goodput(runs),
         control,
         seed,
-        has_goal,
+        goal,
     )
 
 
@@ -246,6 +254,7 @@ COLUMNS = {
     "matched_high": "",
     "loss": "smoothed training loss after the last step",
     "held_out": "loss on held-out data",
+    "accuracy": "share of a task that was right when last judged",
     "steps_to_target": "",
     "tokens_to_target": "",
     "s_to_target": "own time",
@@ -278,6 +287,7 @@ def record_of(row: RunOutcome) -> dict[str, Any]:
         "matched_high": matched.high,
         "loss": row.loss,
         "held_out": row.held_out,
+        "accuracy": row.accuracy,
         "steps_to_target": steps,
         "tokens_to_target": tokens,
         "s_to_target": seconds,
@@ -300,36 +310,43 @@ HEADER = (
     "predicted",
     "at equal loss",
     "held out",
+    "accuracy",
     "to target",
     "idle",
     "drift",
     "first step",
 )
-RIGHT = tuple(range(1, len(HEADER)))
 
 
 def header_of(found: Outcome) -> tuple[str, ...]:
     """Return the words over the columns: in a race to a goal, those of the goal."""
-    goals = {"at equal loss": "at the goal", "to target": "to the goal"}
-    return tuple(goals.get(word, word) for word in HEADER) if found.has_goal else HEADER
+    goals = {"at equal loss": "at the goal", "to target": "to the goal"} if found.has_goal else {}
+    return tuple(goals.get(word, word) for word in HEADER if word in _columns(found))
 
 
 def cells_of(row: RunOutcome, found: Outcome) -> tuple[str, ...]:
-    """Return a row as words, under HEADER."""
+    """Return a row as words, under `header_of`."""
     is_baseline = row is found.rows[0]
     ratio = "baseline" if is_baseline else "" if math.isnan(row.ratio.mid) else str(row.ratio)
-    return (
+    cells = (
         row.name,
         "" if math.isnan(row.tokens_per_s) else f"{row.tokens_per_s:,.0f} ({row.low:,.0f} to {row.high:,.0f})",
         ratio,
         "" if row.predicted is None or is_baseline else f"{row.predicted:.2f}",
         "" if row.matched is None or is_baseline else _mid_words(row.matched),
         "" if row.held_out is None else f"{row.held_out:.4f}",
+        "" if row.accuracy is None else f"{row.accuracy:.1%}",
         "" if math.isnan(found.target) and not found.has_goal else _target_words(row.to_target),
         "" if math.isnan(row.idle_frac) else f"{row.idle_frac:.1%}",
         "" if math.isnan(row.drift) else f"{row.drift:+.1%}",
         "" if math.isnan(row.first_step_s) else f"{row.first_step_s:.2f} s",
     )
+    return tuple(cell for word, cell in zip(HEADER, cells, strict=True) if word in _columns(found))
+
+
+def _columns(found: Outcome) -> tuple[str, ...]:
+    """Return the words of HEADER that a race has something for: what share of a task is right where that is its goal."""
+    return tuple(word for word in HEADER if word != "accuracy" or found.goal == "accuracy")
 
 
 def _mid_words(ratio: Interval) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.racing import folder
-from surokit.racing.outcome import COLUMNS, RIGHT, Outcome, cells_of, header_of, outcome, record_of
+from surokit.racing.outcome import COLUMNS, Outcome, cells_of, header_of, outcome, record_of
 from surokit.racing.runs import Run
 from surokit.statistics import TOO_FEW
 from surokit.tables import data_frame, html_table, text_table
@@ -94,7 +94,7 @@ class RaceResult:
     def figures(self, runs: Mapping[str, Run]) -> Outcome:
         """Return the figures of these runs of the race, also before every one has had a turn: nan or None where nothing is
         known."""
-        settings = self.settings
+        settings, until = self.settings, self.settings.get("until")
         return outcome(
             runs,
             self.baseline,
@@ -102,7 +102,7 @@ class RaceResult:
             settings["target_loss"],
             settings["usd_per_gpu_hour"],
             settings["seed"],
-            has_goal=settings.get("until") is not None,
+            goal=None if until is None else "held_out" if until["task"] is None else "accuracy",
         )
 
     def table(self) -> pd.DataFrame:
@@ -236,8 +236,9 @@ class RaceResult:
             return "\n".join(
                 [text_table(self._so_far(), header=_SO_FAR, right=(1, 2), indent=""), "", self._no_result(error)]
             )
-        rows = [cells_of(row, found) for row in found.rows]
-        return "\n".join([text_table(rows, header=header_of(found), right=RIGHT, indent=""), "", *self.words()])
+        rows, header = [cells_of(row, found) for row in found.rows], header_of(found)
+        table = text_table(rows, header=header, right=range(1, len(header)), indent="")
+        return "\n".join([table, "", *self.words()])
 
     def _repr_html_(self) -> str:
         try:
@@ -245,9 +246,9 @@ class RaceResult:
         except ValueError as error:
             table = html_table(self._so_far(), header=_SO_FAR, right=(1, 2))
             return f"<div>{table}<small>{escape(self._no_result(error))}</small></div>"
-        rows = [cells_of(row, found) for row in found.rows]
+        rows, header = [cells_of(row, found) for row in found.rows], header_of(found)
         words = "".join(f"<br>{escape(line)}" for line in self.words())
-        return f"<div>{html_table(rows, header=header_of(found), right=RIGHT)}<small>{words[4:]}</small></div>"
+        return f"<div>{html_table(rows, header=header, right=range(1, len(header)))}<small>{words[4:]}</small></div>"
 
     # -- a folder
 

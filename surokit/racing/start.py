@@ -58,11 +58,15 @@ class Race(RaceResult):
         """Run rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with
         neither, to the number of steps that the race was given. A turn that a stop cut short is finished first. Returns the race.
 
-        thread: as in `race`. RuntimeError where the race goes on already, and where it ended in its warm-up.
+        thread: as in `race`. RuntimeError where the race goes on already, where it ended in its warm-up, and where every run has
+        reached its goal.
         """
         driver = self._drive()
         if not self.running and any(run.warm_up is None for run in self.runs.values()):
             raise RuntimeError(self._way_on())
+        if not self.running and all(run.reached is not None for run in self.runs.values()):
+            goal = self.settings["until"]["words"]
+            raise RuntimeError(f"Every run has reached the race's goal, {goal}: race again with another until=.")
         to_the_end = minutes is None and steps is None and self.settings["steps"] is not None
         if not to_the_end:
             check_time(minutes, steps)

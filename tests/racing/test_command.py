@@ -57,6 +57,19 @@ def test_a_race_from_the_command_line(tmp_path, capsys, text):
     assert again.runs["fp8"].steps["loss"].tolist() == race.runs["fp8"].steps["loss"].tolist()
 
 
+def test_a_race_trains_on_generated_stories(tmp_path, capsys):
+    race = ["race", "--recipes", "bf16", "fp8", "--steps", "6", *SMALL, "--run-dir", str(tmp_path / "race")]
+    assert cli.main([*race, "--stories", "40000"]) == 0
+    tokenizer = sk.train_tokenizer(sk.stories(1_000_000), vocab_size=1024)
+    data = sk.text(sk.stories(40_000), tokenizer, length=16, batch=2, seed=0).split(held_out=0.01)[0]
+    assert sk.Race.load(tmp_path / "race").runs["bf16"].work["data"] == data.fingerprint
+    capsys.readouterr()
+    assert cli.main([*race, "--stories", "40000", "--text", "moby.txt"]) == 2
+    assert "--text: not allowed with argument --stories" in capsys.readouterr().err
+    assert cli.main([*race, "--stories", "0.5"]) == 2
+    assert "stories(characters=0.5): a whole number of at least 1." in capsys.readouterr().err
+
+
 def test_a_race_is_reproduced_from_its_folder(tmp_path, capsys, text):
     folder = tmp_path / "race"
     assert cli.main(["race", "--steps", "8", *SMALL, *text, "--until", "9", "--run-dir", str(folder)]) == 0

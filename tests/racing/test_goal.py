@@ -102,6 +102,10 @@ def test_an_accuracy_is_a_goal_and_a_folder_keeps_it(tmp_path: Path) -> None:
     assert again.text() == race.text()
     assert [r.reached for r in again.runs.values()] == [r.reached for r in race.runs.values()]
     assert f"1.6% or more of {TASK} right" in race.text()
+    assert race.outcome["bf16"].accuracy == run.goals[-1][1]
+    assert race.table().accuracy["bf16"] == run.goals[-1][1]
+    header, first = race.text().splitlines()[:2]
+    assert f"{run.goals[-1][1]:.1%}".rjust(8) == first[header.index("accuracy") :][:8]
     rerun = again.rerun(model=fresh(), data=TASK.batches(8), live=False)
     assert [r.reached for r in rerun.runs.values()] == [r.reached for r in race.runs.values()]
 
@@ -126,6 +130,14 @@ def test_a_race_goes_on_to_its_goal(make):
     race.go_on(steps=4)
     assert race.runs["fp8"].goals[-1][0] == 12
     assert race.runs["fp8"].reached is None
+
+
+def test_a_race_whose_runs_are_all_there_does_not_go_on(make):
+    race = make(steps=8, eval=HELD_OUT, until=100.0, turn_s=1e-6)
+    steps = {name: len(run.steps) for name, run in race.runs.items()}
+    with refused(RuntimeError):
+        race.go_on(steps=4)
+    assert {name: len(run.steps) for name, run in race.runs.items()} == steps
 
 
 def test_a_goal_that_is_none_is_refused(make):
