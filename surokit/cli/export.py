@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 
@@ -17,7 +18,16 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder and print where it is."""
+    from surokit.models.adapter import CONFIG
+    from surokit.models.folder import read_json
     from surokit.train.exporting import export
 
-    print(export(arguments.source, arguments.folder, arguments.base))
+    folder = export(arguments.source, arguments.folder, arguments.base)
+    print(folder)
+    if (folder / CONFIG).exists() and read_json(folder / CONFIG)["base_model_name_or_path"] is None:
+        print(
+            "surokit: the adapter does not say which model it belongs to, so that a reader has to be given it: --base NAME "
+            "writes it down.",
+            file=sys.stderr,
+        )
     return 0

@@ -353,8 +353,11 @@ def apply_saved(model: nn.Module, recipe: Recipe) -> None:
 def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:
     """Raise ResumeError where a checkpoint's recipe computes other numbers than the one that it is resumed with."""
     if (saved and saved.numbers) != (given and given.numbers):
+        names = [recipe.name if recipe else "no recipe" for recipe in (saved, given)]
+        if names[0] == names[1]:  # one name, and other settings
+            names = [str(saved), str(given)]
         raise ResumeError(
-            f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
+            f"The checkpoint was trained with {names[0]} and this session has {names[1]}: "
             "resume with the checkpoint's, and switch() or fork() to another after resuming."
         )
 

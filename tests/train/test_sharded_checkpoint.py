@@ -261,6 +261,10 @@ def test_a_checkpoint_becomes_a_folder(
         else:
             sk.save_adapter(model, tmp_path / f"expected-{step}", base="somebody/base")
         assert_same_folder(tmp_path / f"out-{step}", tmp_path / f"expected-{step}")
+    assert main(["export", str(path), str(tmp_path / "of-nobody")]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"{tmp_path / 'of-nobody'}\n"
+    assert ("--base NAME writes it down" in told.err) == (name != "bf16")
 
 
 # -- one process with a sharded model, and what can go wrong
