@@ -176,50 +176,50 @@ class Classification(Task):
             name=self.name,
         )
 
-    def held_out(self, n: int | None = None, batch: int = TESTS_AT_ONCE) -> list[Batch]:
-        """Return the test rows as batches; the first `n` of them in an order that is always the same. Raises ValueError where there
-        are fewer."""
+    def held_out(self, problems: int | None = None, batch: int = TESTS_AT_ONCE) -> list[Batch]:
+        """Return the test rows as batches, the first `problems` of them in an order that is always the same. Raises ValueError
+        where there are fewer."""
         check_positive("batch", batch)
         ids_NT, at_N, _ = self._tests
-        order_N = self._order(n)
+        order_N = self._order(problems)
         ids = torch.from_numpy(ids_NT[order_N].astype(np.int64))
         word_N = torch.from_numpy(at_N[order_N])[:, None]
         labels = torch.full_like(ids, IGNORED).scatter(1, word_N, ids.gather(1, word_N))
         return [{"input_ids": i, "labels": y} for i, y in zip(ids.split(batch), labels.split(batch))]
 
-    def right(self, model: nn.Module, n: int | None = None, batch: int = TESTS_AT_ONCE) -> Tensor:
-        given_N = self.labels_given(model, n, batch)
-        return given_N == placed(torch.from_numpy(self._tests.labels_N[self._order(n)]), given_N.device)
+    def right(self, model: nn.Module, problems: int | None = None, batch: int = TESTS_AT_ONCE) -> Tensor:
+        given_N = self.labels_given(model, problems, batch)
+        return given_N == placed(torch.from_numpy(self._tests.labels_N[self._order(problems)]), given_N.device)
 
-    def labels_given(self, model: nn.Module, n: int | None = None, batch: int = TESTS_AT_ONCE) -> Tensor:
+    def labels_given(self, model: nn.Module, problems: int | None = None, batch: int = TESTS_AT_ONCE) -> Tensor:
         """Return the labels that `model` gives the test rows, int64 [N] on its device: those of the largest logits."""
-        at_N = torch.from_numpy(self._tests.at_N[self._order(n)])
+        at_N = torch.from_numpy(self._tests.at_N[self._order(problems)])
         found = []
         with asked(model) as device:
             words_C = placed(torch.tensor(self._words_C), device)
-            for rows, at_B in zip(self.held_out(n, batch), placed(at_N, device).split(batch)):
+            for rows, at_B in zip(self.held_out(problems, batch), placed(at_N, device).split(batch)):
                 logits_BTV = model(input_ids=placed(rows["input_ids"], device)).logits
                 here_BV = logits_BTV[torch.arange(len(at_B), device=device), at_B - 1]
                 found.append(here_BV[:, words_C].argmax(1))
         return torch.cat(found)
 
-    def grade(self, model: nn.Module, n: int | None = None, batch: int = TESTS_AT_ONCE) -> ClassScore:
+    def grade(self, model: nn.Module, problems: int | None = None, batch: int = TESTS_AT_ONCE) -> ClassScore:
         """Return how many test rows `model` labels right, and F1 and Matthews' correlation with it; waits for the device once."""
-        given_N = self.labels_given(model, n, batch).cpu().numpy()
+        given_N = self.labels_given(model, problems, batch).cpu().numpy()
         count = len(self.words)
-        true_N = self._tests.labels_N[self._order(n)]
+        true_N = self._tests.labels_N[self._order(problems)]
         confusion = np.bincount(true_N * count + given_N, minlength=count * count).reshape(count, count)
         return ClassScore(int(np.trace(confusion)), len(true_N), tuple(map(tuple, confusion.tolist())))
 
-    def _order(self, n: int | None) -> NDArray[np.int64]:
+    def _order(self, problems: int | None) -> NDArray[np.int64]:
         """Return which test rows are asked."""
         count = len(self._tests.at_N)
-        if n is None:
+        if problems is None:
             return np.arange(count)
-        check_positive("n", n)
-        if n > count:
-            raise ValueError(f"{self.name} has {count} test rows, not {n}: ask for fewer.")
-        return np.random.default_rng(0).permutation(count)[:n]
+        check_positive("problems", problems)
+        if problems > count:
+            raise ValueError(f"{self.name} has {count} test rows, not {problems}: ask for fewer.")
+        return np.random.default_rng(0).permutation(count)[:problems]
 
     def _tokenized(self, rows: Sequence[Row]) -> _Tokenized:
         """Return rows as tokens: what is shown, and right behind it the label's word."""

@@ -71,28 +71,28 @@ class Task(ABC):
         """Return a source of training batches, as Session takes it: labels are -100 on everything but the answer."""
 
     @abstractmethod
-    def held_out(self, n: int | None = None, batch: int = 256) -> list[Batch]:
+    def held_out(self, problems: int | None = None, batch: int = 256) -> list[Batch]:
         """Return the test problems as batches, the same ones each time; `Session(eval=...)` takes them for a held-out loss."""
 
     @abstractmethod
-    def right(self, model: nn.Module, n: int | None = None, batch: int = 256) -> Tensor:
+    def right(self, model: nn.Module, problems: int | None = None, batch: int = 256) -> Tensor:
         """Return which test problems come out right, bool [N] on the model's device; nothing waits for that."""
 
-    def grade(self, model: nn.Module, n: int | None = None, batch: int = 256) -> Score:
+    def grade(self, model: nn.Module, problems: int | None = None, batch: int = 256) -> Score:
         """Return how many test problems `model` gets right; waits for the device once.
 
         Args:
             model: a surokit.Decoder, or any module whose forward(input_ids=...) returns an object with `.logits` [B, T, V], as
                 those of transformers do. It is asked in evaluation mode and left as it was.
-            n: test problems; None takes the task's usual number.
+            problems: test problems; None takes the task's usual number.
             batch: problems a forward.
         """
-        right_N = self.right(model, n, batch)
+        right_N = self.right(model, problems, batch)
         return Score(int(right_N.sum()), len(right_N))
 
-    def meter(self, every: int = 50, n: int | None = None, name: str = "accuracy") -> Grading:
+    def meter(self, every: int = 50, problems: int | None = None, name: str = "accuracy") -> Grading:
         """Return a meter for Session(meters=[...]), which grades every so many steps; the records then have the column `name`."""
-        return Grading(self, every, n, name)
+        return Grading(self, every, problems, name)
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,19 @@ class Grading:
 
     task: Task
     every: int = 50
-    n: int | None = None
+    problems: int | None = None
     name: str = "accuracy"
 
     def __post_init__(self) -> None:
         check_positive("every", self.every)
-        self.task.held_out(self.n)  # refused here where there are not as many: a run goes on without a meter that fails
+        self.task.held_out(
+            self.problems
+        )  # refused here where there are not as many: a run goes on without a meter that fails
 
     def __call__(self, session: Session) -> Mapping[str, Tensor]:
         if session.steps % self.every:
             return {}
-        return {self.name: self.task.right(session.model, self.n).float().mean()}
+        return {self.name: self.task.right(session.model, self.problems).float().mean()}
 
     def reached(self, accuracy: float) -> Callable[[Any], str]:
         """Return a condition for `session.stop_when`: it ends the run once a grade is at least `accuracy`.

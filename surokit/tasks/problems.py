@@ -93,14 +93,14 @@ class ProblemTask(Task):
         """Return an endless source of training batches; another seed gives other problems."""
         return Problems(self, batch, seed)
 
-    def held_out(self, n: int | None = None, batch: int = TESTS) -> list[Batch]:
-        """Return the first `n` test problems (256), all different, as batches. Raises ValueError where there are fewer."""
+    def held_out(self, problems: int | None = None, batch: int = TESTS) -> list[Batch]:
+        """Return the first `problems` test problems (256), all different, as batches. Raises ValueError where there are fewer."""
         check_positive("batch", batch)
-        drawn = _tests(self, TESTS if n is None else n)
+        drawn = _tests(self, TESTS if problems is None else problems)
         return [batch_of(drawn.where(slice(at, at + batch))) for at in range(0, len(drawn.ids_NT), batch)]
 
-    def right(self, model: nn.Module, n: int | None = None, batch: int = TESTS) -> Tensor:
-        return right_answers(model, self.held_out(n, batch))
+    def right(self, model: nn.Module, problems: int | None = None, batch: int = TESTS) -> Tensor:
+        return right_answers(model, self.held_out(problems, batch))
 
     def sample(self, random: np.random.Generator, count: int) -> Drawn:
         """Draw `count` problems for training. Raises ValueError where next to all there are is for tests."""
@@ -203,25 +203,27 @@ def is_test(identity_NK: Ints) -> Bools:
 
 
 @lru_cache(maxsize=64)
-def _tests(task: ProblemTask, n: int) -> Drawn:
-    """Return the first n different test problems in the order in which they are drawn."""
-    check_positive("n", n)
+def _tests(task: ProblemTask, problems: int) -> Drawn:
+    """Return the first `problems` different test problems in the order in which they are drawn."""
+    check_positive("problems", problems)
     random = np.random.default_rng(_TEST_SEED)
     kept: list[Drawn] = []
     seen: set[bytes] = set()
     vain = 0
-    while len(seen) < n and vain < _VAIN:
+    while len(seen) < problems and vain < _VAIN:
         drawn = task.draw(random, 4096)
         identity_NK = task.identity(drawn)
         before = len(seen)
         for at in np.flatnonzero(is_test(identity_NK)):
             name = identity_NK[at].tobytes()
-            if name not in seen and len(seen) < n:
+            if name not in seen and len(seen) < problems:
                 seen.add(name)
                 kept.append(drawn.where([at]))
         vain = vain + 1 if len(seen) == before else 0
-    if len(seen) < n:
-        raise ValueError(f"{task} has {len(seen)} test problems, not {n}: ask for fewer, or make the problems larger.")
+    if len(seen) < problems:
+        raise ValueError(
+            f"{task} has {len(seen)} test problems, not {problems}: ask for fewer, or make the problems larger."
+        )
     return Drawn(*map(np.concatenate, zip(*kept)))
 
 

@@ -157,7 +157,7 @@ def test_a_part_of_the_test_rows_is_the_same_each_time(tokenizer):
     assert torch.equal(part["input_ids"], again["input_ids"])
     assert sum(len(batch["labels"]) for batch in task.held_out(batch=32)) == 80
     model = decoder(task)
-    assert len(task.right(model, n=20)) == task.grade(model, n=20).total == 20
+    assert len(task.right(model, problems=20)) == task.grade(model, problems=20).total == 20
     for n in (0, 81):
         with refused(ValueError):
             task.held_out(n)

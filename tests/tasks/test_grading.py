@@ -53,7 +53,7 @@ def test_right_answers_are_counted():
     task = Copying(3, 8)
     (batch,) = task.held_out(5)
     model = oracle(task, 5)
-    assert task.grade(model, n=5) == Score(5, 5)
+    assert task.grade(model, problems=5) == Score(5, 5)
     batch["labels"][1, -1] = 3  # the end
     batch["labels"][3, -2] = batch["labels"][3, -2] % 8 + 1
     assert right_answers(model, [batch]).tolist() == [True, False, True, False, True]
@@ -62,9 +62,9 @@ def test_right_answers_are_counted():
 def test_problems_are_asked_many_at_a_time():
     task = Copying(3)
     model = oracle(task, 300)
-    task.grade(model, n=256)
+    task.grade(model, problems=256)
     assert model.asked == 1
-    assert task.grade(model, n=300, batch=128).total == 300
+    assert task.grade(model, problems=300, batch=128).total == 300
     assert model.asked == 4
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_and_what_stands_behind_the_end_do_not_count():
             return SimpleNamespace(logits=torch.where(counts[..., None], logits, wrong))
 
     model.eval()
-    assert task.grade(Forgetful(), n=20).accuracy == 1
+    assert task.grade(Forgetful(), problems=20).accuracy == 1
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_a_model_of_transformers_is_graded():
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=task.vocab, **shape))
-    right = task.right(model, n=50)
+    right = task.right(model, problems=50)
     assert right.shape == (50,)
     assert right.dtype == torch.bool
-    assert task.grade(model, n=50).correct == right.sum()
+    assert task.grade(model, problems=50).correct == right.sum()
 
 
 # Without a trace ----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_modes_and_random_states_stay():
     model = oracle(task, 20).train()
     model.drop.eval()
     states = torch.get_rng_state(), str(np.random.get_state()), random.getstate()  # noqa: NPY002
-    task.grade(model, n=20)
+    task.grade(model, problems=20)
     assert model.training
     assert not model.drop.training
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -158,27 +158,27 @@ def test_a_graded_run_is_the_same_run(recipe):
         session.run(5)
         return [record.loss for record in session.records]
 
-    assert losses([task.meter(every=2, n=16)]) == losses([])
+    assert losses([task.meter(every=2, problems=16)]) == losses([])
 
 
 def test_grading_in_a_run_is_a_column_of_its_records():
     task = Copying(3, 8)
-    session = trained(task, 5, meters=[task.meter(every=2, n=20), task.meter(every=5, n=10, name="few")])
+    session = trained(task, 5, meters=[task.meter(every=2, problems=20), task.meter(every=5, problems=10, name="few")])
     frame = session.records.frame()
     assert frame.accuracy.notna().tolist() == [False, True, False, True, False]
     assert frame.few.notna().tolist() == [False] * 4 + [True]
-    assert session.records[-1].meters["few"] == pytest.approx(task.grade(session.model, n=10).accuracy)
+    assert session.records[-1].meters["few"] == pytest.approx(task.grade(session.model, problems=10).accuracy)
 
 
 def test_a_run_ends_at_an_accuracy():
     task = Copying(2, 14)
-    meter = task.meter(every=10, n=20)
+    meter = task.meter(every=10, problems=20)
     session = trained(task, 1, meters=[meter])
     session.stop_when(meter.reached(0.9))
     session.run(400)
     assert session.steps < 300
     assert session.control.reason.startswith("stopped: accuracy 0.9") or "accuracy 1.0" in session.control.reason
-    assert task.grade(session.model, n=20).accuracy >= 0.8
+    assert task.grade(session.model, problems=20).accuracy >= 0.8
 
 
 def test_held_out_problems_give_a_loss_too():
@@ -228,4 +228,4 @@ def test_what_cannot_be_reached_is_refused():
     with refused(ValueError):
         Copying().meter(every=0)
     with refused(ValueError):
-        Addition(1).meter(n=256)
+        Addition(1).meter(problems=256)
