@@ -1,4 +1,4 @@
-"""Multiply bfloat16 matrices: as torch does, and on a CPU without bfloat16 instructions through float32.
+"""Multiply bfloat16 matrices: as torch does, and through float32 on a CPU whose bfloat16 products are slower than float32's.
 
     y_MN = alpha a_MK b_KN + beta y_MN        summed in float32 and rounded once to bfloat16
 
@@ -6,6 +6,9 @@ Without such instructions torch multiplies bfloat16 at a third of float32's spee
 a fifth to a seventieth, as operands are laid out, where torch's own loops do it (AVX2). Converting both operands, multiplying in
 float32 and rounding the result gives the same numbers up to the order of the sums, since both ways sum in float32 and round
 once. Few rows, columns or terms do not pay for the conversion and stay with torch.
+
+Intel's processors with AVX512_BF16 and no AMX multiply bfloat16 at half of float32's speed: their dot product of bfloat16 makes as
+many multiply-adds in a cycle as the two units for float32, and operands have to be rearranged for it.
 
 The float32 copies live in a buffer of at most SCRATCH_ELEMENTS. Each thread keeps its own, because a fresh one for every product
 costs up to half of what converting wins. Larger products are cut into blocks; where K is cut too, the block's sum goes on in
@@ -28,6 +31,7 @@ from torch import Tensor
 SCRATCH_ELEMENTS = 4 * 1024 * 1024  # float32: 16 MiB
 LEAST_REUSE = 12  # multiply-adds for each number that is converted, from which a conversion pays
 LEAST_REUSE_WITHOUT_ONEDNN = 4
+LEAST_REUSE_WITH_SLOW_BF16 = 48
 SMALL_ELEMENTS = 128 * 1024  # below, fresh memory is cheaper than looking after kept memory
 MOST_SIDE = 1024  # rows and columns of a block of the result, ...
 IN_CACHE = 0.375  # ... more columns where this share of the scratch holds all of the block
@@ -72,14 +76,14 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def through_float32(x: Tensor) -> bool:
-    """Return whether large products of `x` with its like are computed in float32: bfloat16 on a CPU without instructions for it."""
+    """Return whether large products of `x` with its like are computed in float32: bfloat16 on a CPU that is faster so."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and converts()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def converts() -> bool:
     """Return whether bfloat16 products on this CPU go through float32; a compiled graph keeps the answer of its making."""
-    return bf16_instructions() is None if _converts is None else _converts
+    return bf16_instructions() is None or bf16_is_slower() if _converts is None else _converts
 
 
 @contextmanager
@@ -104,14 +108,29 @@ def bf16_instructions() -> str | None:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit in _WITHOUT_BF16:
         return None
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
+    told = _cpuinfo()
+    if not told:
         return UNKNOWN
-    lines = (line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines())
-    flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
+    flags = told.get("flags", set()) | told.get("Features", set())
     if limit.startswith(("AVX512_CORE_BF16", "AVX512_CORE_FP16")) or limit == "AVX10_1_512":
         flags.discard("amx_bf16")
     return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
+
+
+@cache
+def bf16_is_slower() -> bool:
+    """Return whether this processor's widest bfloat16 instructions are slower than float32's: Intel's AVX512_BF16."""
+    return bf16_instructions() == "avx512_bf16" and "GenuineIntel" in _cpuinfo().get("vendor_id", ())
+
+
+def _cpuinfo() -> dict[str, set[str]]:
+    """Return the words that Linux says of the processors, by their keys; nothing where it has no /proc/cpuinfo."""
+    info, told = Path("/proc/cpuinfo"), dict[str, set[str]]()
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            told.setdefault(key.strip(), set()).update(value.split())
+    return told
 
 
 def choice(device: torch.device) -> tuple[str, str]:
@@ -127,6 +146,8 @@ def choice(device: torch.device) -> tuple[str, str]:
     instructions = f"this processor has {found}" if found else "torch finds no bfloat16 instructions here"
     if found == UNKNOWN:
         instructions = "the system does not say what instructions this processor has"
+    if bf16_is_slower():
+        instructions = f"this processor's {found} is slower than its float32"
     if converts():
         return "float32", f"{instructions}: operands are converted, and the result is rounded once"
     return "torch", instructions
@@ -146,7 +167,9 @@ def _pays(a_MK: Tensor, b_KN: Tensor, *added: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _least_reuse() -> int:
-    return LEAST_REUSE if onednn_multiplies_bf16() else LEAST_REUSE_WITHOUT_ONEDNN
+    if not onednn_multiplies_bf16():
+        return LEAST_REUSE_WITHOUT_ONEDNN
+    return LEAST_REUSE_WITH_SLOW_BF16 if bf16_is_slower() else LEAST_REUSE
 
 
 @cache

@@ -19,6 +19,7 @@ SIZES = [(64, 64, 64), (33, 2048, 100), (512, 96, 200), (130, 257, 514), (400, 4
 @pytest.fixture
 def in_scratch(monkeypatch):
     monkeypatch.setattr(matmul, "SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(matmul, "LEAST_REUSE_WITH_SLOW_BF16", matmul.LEAST_REUSE)  # alike on all processors
     with kernels.converting(True):
         yield
 
@@ -27,6 +28,7 @@ def in_scratch(monkeypatch):
 def through_float32(request, monkeypatch):
     if request.param == "with scratch":
         monkeypatch.setattr(matmul, "SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(matmul, "LEAST_REUSE_WITH_SLOW_BF16", matmul.LEAST_REUSE)
     with kernels.converting(True):
         yield
 
@@ -422,10 +424,41 @@ def test_what_the_processor_has(monkeypatch, flags, limit, found):
     assert matmul.bf16_instructions.__wrapped__() == found
 
 
+@pytest.mark.parametrize(
+    ("vendor", "flags", "slower"),
+    [
+        ("GenuineIntel", "avx512_bf16", True),
+        ("GenuineIntel", "avx512_bf16 amx_bf16", False),
+        ("GenuineIntel", "avx512_vnni", False),
+        ("AuthenticAMD", "avx512_bf16", False),
+    ],
+)
+def test_intels_bf16_without_amx_is_slower_than_float32(monkeypatch, vendor, flags, slower):
+    told = f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n"
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: told)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for name in ("bf16_instructions", "bf16_is_slower"):
+        monkeypatch.setattr(matmul, name, getattr(matmul, name).__wrapped__)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(matmul, "onednn_multiplies_bf16", matmul.onednn_multiplies_bf16.__wrapped__)
+    assert matmul.bf16_is_slower() is slower
+    backend, why = matmul.choice(torch.device("cpu"))
+    assert backend == ("float32" if slower or "bf16" not in flags else "torch")
+    assert ("slower than its float32" in why) is slower
+    converted = []
+    monkeypatch.setattr(matmul, "_through_float32_", lambda y, *_: converted.append(len(y)))
+    with kernels.converting(True):
+        for rows in (8, 16, 32, 64):
+            matmul.mm(*matrices(rows, 512, 512))
+    assert converted == ([64] if slower else [16, 32, 64])
+
+
 def test_what_a_system_does_not_say_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(Path, "is_file", lambda path: False)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(matmul, "bf16_instructions", matmul.bf16_instructions.__wrapped__)
+    for name in ("bf16_instructions", "bf16_is_slower"):
+        monkeypatch.setattr(matmul, name, getattr(matmul, name).__wrapped__)
     assert matmul.bf16_instructions() == matmul.UNKNOWN
     assert matmul.choice(torch.device("cpu")) == (
         "torch",
