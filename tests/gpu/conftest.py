@@ -12,7 +12,7 @@ def pytest_addoption(parser):
     parser.addoption("--rehearse", action="store_true", help="run the bodies of the GPU suite on the CPU")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # so that what others make for it is not made where it is skipped
 def device(request):
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

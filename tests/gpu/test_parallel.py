@@ -43,7 +43,7 @@ NAMES = [*TRAINED, *OTHERS]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the four processes found, by job."""
     return found_by("tests.parallel.spread_ranks", RANKS, tmp_path_factory.mktemp("ranks"), TIMEOUT_S, *NAMES)
 

@@ -1,4 +1,5 @@
-"""What the GPU suite may import: torch, triton, numpy, safetensors, pytest, and what these bring. No GPU is needed to know it."""
+"""What the GPU suite may import, torch, triton, numpy, safetensors, pytest and what these bring, and whether it compares every
+operation. No GPU is needed to know it."""
 
 import os
 import subprocess
@@ -6,6 +7,8 @@ import sys
 from pathlib import Path
 
 from surokit.bench import hour
+from surokit.kernels.ops import OPERATIONS
+from tests.gpu.test_triton import compared
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +50,10 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Visible
 import pytest
 sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprovider"]))
 """
+
+
+def test_every_operation_is_compared():
+    assert compared() == set(OPERATIONS)
 
 
 def test_the_suite_needs_no_other_package():

@@ -63,6 +63,8 @@ DRAWN = [
     ("quantize_nv_rotated", (32,)),
 ]
 
+ROTATED = ("quantize_nv_rotated", "quantize_nv_eden")
+
 SHAPES = [(0, 40), (1, 1), (1, 17), (33, 70), (128, 128), (257, 300), (40, 8200), (3000, 33)]
 
 
@@ -154,7 +156,7 @@ def check(device, op, x, *arguments, on_device=None, meaning=False, **options):
     ours = operation(on_device if on_device is not None else x.to(device), *arguments, **there)
     if meaning:
         theirs, ours = (decoded(op, x.shape, arguments, [t.cpu() for t in parts(out)]) for out in (theirs, ours))
-    if op == "quantize_nv_rotated" and device.type == "cuda" and not meaning:
+    if op in ROTATED and device.type == "cuda" and not meaning:
         near(theirs, ours, x.dtype)
     else:
         same(theirs, ours)
@@ -229,6 +231,12 @@ def test_stochastic_rounding_draws_the_same(op, arguments, shape, device):
     check(device, op, numbers(*shape), *arguments, key=KEY)
 
 
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_eden_rotates_and_draws_the_same(block, shape, device):
+    check(device, "quantize_nv_eden", numbers(*shape), block, rotation=KEY.flip(0), key=KEY)
+
+
 @pytest.mark.parametrize("n", [1, 1000, 2**20 + 3])
 def test_random_bits(n, device):
     assert torch.equal(draws.bits(n, KEY), draws.bits(n, KEY.to(device)).cpu())
@@ -247,6 +255,8 @@ def encodings(M, K):
     ops = torch.ops.surokit
     for tile in ((0, 0), (1, 0), (1, 128), (128, 128)):
         yield "dequantize", ops.quantize(x, "e4m3", *tile, True), tile
+    for format in ("e4m3", "e5m2"):
+        yield "values", ops.quantize(x, format, 0, 0, False)[:1], ()
     for format in ("e4m3", "e5m2", "e2m1"):
         yield "dequantize_mx", ops.quantize_mx(x, format, "rceil"), (K, format)
     for rows in (1, 16):
@@ -262,7 +272,7 @@ def encodings(M, K):
 def test_decoding(shape, device):
     for op, encoded, arguments in encodings(*shape):
         there = [[t.to(device) for t in part] if isinstance(part, list) else part.to(device) for part in encoded]
-        for dtype in (torch.bfloat16, torch.float32) if op != "factors_nv" else ((),):
+        for dtype in (torch.bfloat16, torch.float32) if op not in ("factors_nv", "values") else ((),):
             last = (dtype,) if dtype else ()
             dirty(device)
             operation = getattr(torch.ops.surokit, op)
@@ -270,18 +280,21 @@ def test_decoding(shape, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotation(shape, device):
+@pytest.mark.parametrize(("drawn", "block"), [(False, 16), (False, 32), (True, 16), (True, 128)])
+def test_rotation(drawn, block, shape, device):
     """Rounded once, after sums whose error is small beside what they add, in whichever order that is."""
-    for block in (16, 32):
-        for back in (False, True):
-            x = numbers(shape[0], -(-shape[1] // block) * block if back else shape[1])
-            exact = hadamard.rotate(x.double(), block, back)
-            dirty(device)
-            ours = torch.ops.surokit.rotate(x.to(device), block, back)
-            assert (ours.dtype, ours.shape) == (x.dtype, exact.shape)
-            size = exact.unflatten(1, (-1, block)).norm(dim=2, keepdim=True).expand(-1, -1, block).flatten(1)
-            bound = exact.abs() * torch.finfo(x.dtype).eps / 2 + size * 2.0**-18
-            assert ((ours.cpu().double() - exact).abs() <= bound).all()
+    operation = torch.ops.surokit.rotate_drawn if drawn else torch.ops.surokit.rotate
+    exactly = hadamard.rotate_drawn if drawn else hadamard.rotate
+    key, keys_there = ((KEY,), (KEY.to(device),)) if drawn else ((), ())
+    for back in (False, True):
+        x = numbers(shape[0], -(-shape[1] // block) * block if back else shape[1])
+        exact = exactly(x.double(), block, *key, back)
+        dirty(device)
+        ours = operation(x.to(device), block, *keys_there, back)
+        assert (ours.dtype, ours.shape) == (x.dtype, exact.shape)
+        size = exact.unflatten(1, (-1, block)).norm(dim=2, keepdim=True).expand(-1, -1, block).flatten(1)
+        bound = exact.abs() * torch.finfo(x.dtype).eps / 2 + size * 2.0**-18
+        assert ((ours.cpu().double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -329,16 +342,17 @@ def test_products_with_frozen_weights(op, shape, transposed, device):
     assert sqnr_db(theirs, ours.cpu()) > 42
 
 
-def test_every_operation_has_been_compared():
-    others = {"rotate", "transpose_fp8", "transpose_fp4", "emulated_mm", *FROZEN}
-    assert {*QUANTIZERS, *(op for op, _, _ in encodings(4, 32)), *others} == set(OPERATIONS)
+def compared():
+    """Names of the operations that the tests above compare."""
+    others = {"quantize_nv_eden", "rotate", "rotate_drawn", "transpose_fp8", "transpose_fp4", "emulated_mm"}
+    return {*QUANTIZERS, *(op for op, _, _ in encodings(4, 32)), *others, *FROZEN}
 
 
 def test_kernels_serve_and_not_the_reference(cuda):
     """Were Triton not to load, every test above would compare the reference with itself."""
     backends = {choice.op: (choice.backend, choice.why) for choice in kernels.choices(cuda)}
     by_reference = {op for op in OPERATIONS if backends[op][0] == "reference"}
-    assert by_reference <= {"emulated_mm"}, backends
+    assert by_reference <= {"emulated_mm", "values"}, backends  # which are a product and a cast of torch's
     assert not {op for op in kernels.FUSED if backends[op][0] == "reference"}, backends
 
 
