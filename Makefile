@@ -96,6 +96,7 @@ test-guidellm: $(VENV)/.test ## guidellm's client beside ours, on its mock serve
 
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
+	@$(PYTEST) tests/gpu --rehearse -q
 	@$(MAKE) --no-print-directory test-deepspeed
 	@$(MAKE) --no-print-directory test-guidellm
 	@$(MAKE) --no-print-directory test-oldest

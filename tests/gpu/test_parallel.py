@@ -95,6 +95,8 @@ def test_the_bytes_that_move_are_those_that_are_foretold(device: torch.device, r
 @pytest.mark.parametrize("way", matrices.SHARED_OUT + matrices.BY_EACH)
 @pytest.mark.parametrize("case", matrices.CASES)
 def test_processes_update_a_matrix_as_one_does(device: torch.device, ranks: Any, case: str, way: str) -> None:
+    if case == matrices.DRAWN and ("rows" in way or "columns" in way):
+        pytest.skip("each shard draws bits of its own")
     for found in found_in(ranks, MATRICES):
         for what in ("weights", "momentum"):
             for ours, expected in zip(found[f"{case} by {way}"][what], found[f"{case} by {matrices.ALONE}"][what]):
