@@ -459,9 +459,7 @@ def test_native_products_with_a_transposed_weight(name, device):
 RECIPES = {r.name: r.keep_last(0) for r in sk.recipes.values() if r.quantized} | {
     r.name: r for r in (sk.FP8_BLOCK.store(sk.QFP8), sk.FP4.keep_last(0).store(sk.QNF4), sk.FP8.store(sk.QFP4))
 }
-STOCHASTIC = {
-    name for name, r in RECIPES.items() if any(q and q.draws for g in r.gemms for q in (g.a, g.b))
-}
+STOCHASTIC = {name for name, r in RECIPES.items() if any(q and q.draws for g in r.gemms for q in (g.a, g.b))}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
