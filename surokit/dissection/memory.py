@@ -130,10 +130,10 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str,
     for name, tensors in terms.items():
         sizes[name] = 0
         for tensor in tensors:
-            for storage in _storages(tensor):
-                if storage.device == device and storage.data_ptr() and storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    sizes[name] += storage.nbytes()
+            for address, size in _memory_of(tensor, device):
+                if address not in seen:
+                    seen.add(address)
+                    sizes[name] += size
     return sizes
 
 
@@ -179,9 +179,12 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor: its own, or those of the local part of a divided one (of FSDP2, of DeepSpeed)."""
+def _memory_of(tensor: Tensor, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of a tensor's storages there: its own, or of the local part of a divided one (FSDP2, DeepSpeed)."""
     for local in (getattr(tensor, "_local_tensor", tensor), getattr(tensor, "ds_tensor", None)):
         if local is not None:
-            with suppress(RuntimeError, ValueError):  # a tensor without one: fake, sparse, a wrapper, uninitialized
-                yield local.untyped_storage()
+            # one without memory refuses: a fake, sparse, uninitialized one, a wrapper, one of a trace
+            with suppress(RuntimeError, ValueError):
+                storage = local.untyped_storage()
+                if storage.device == device and storage.data_ptr():
+                    yield storage.data_ptr(), storage.nbytes()

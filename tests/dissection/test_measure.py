@@ -309,6 +309,20 @@ def test_the_term_that_binds_is_named():
     assert "although 4 GiB are planned" in why_not(planned, 8.0, "in a step")
 
 
+def test_a_tensor_of_a_trace_holds_no_memory():
+    model = nn.Linear(4, 4)
+    found = []
+
+    def traced(x):
+        with pytest.raises(RuntimeError):  # which a tensor of a trace that something keeps raises wherever it is met
+            x.untyped_storage().data_ptr()
+        found.append(memory.held(model, None))
+        return x
+
+    torch.func.functionalize(traced)(torch.zeros(3))
+    assert found[0]["weights"] == 4 * (16 + 4)
+
+
 def test_a_limit_holds_within_its_block_only():
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_DATA)
