@@ -85,11 +85,11 @@ def environment() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """Return the processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    from surokit.kernels.reference.processor import cpuinfo
+
+    told = cpuinfo().get("model name")
+    if told:
+        return told
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

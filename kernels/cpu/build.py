@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from surokit.kernels.reference.processor import cpuinfo
+
 # -ffp-contract=off: a fused product and sum would round once where torch rounds twice
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC", "-pthread")
 FOR_THIS_CPU = ("-march=native",)  # which some compilers do not know
@@ -92,11 +94,8 @@ def _compile(source: Path, compiler: Sequence[str], flags: Sequence[str], path: 
 
 def _processor() -> str:
     """Return what tells kinds of processors apart: the instructions that they have, where the system says so, else the machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.node()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.node())
+    told = cpuinfo()
+    return told.get("flags") or told.get("Features") or platform.node()
 
 
 def gist(error: Exception) -> str:
