@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 Axis = Literal["steps", "tokens", "time", "usd"]
-_SO_FAR = ("run", "steps", "last loss")
 SUSTAINED_S = 600.0  # of timed turns, from which steps a day are told
 
 
@@ -211,10 +210,17 @@ class RaceResult:
     def _when_it_ended(self) -> str:
         return "early"
 
-    def _so_far(self) -> list[tuple[str, ...]]:
-        """Return the table's rows for a race without a result yet, under _SO_FAR."""
-        losses = {name: run.steps["loss"] for name, run in self.runs.items()}
-        return [(name, str(len(loss)), f"{loss[-1]:.4f}" if len(loss) else "") for name, loss in losses.items()]
+    def _shown(self) -> tuple[list[tuple[str, ...]], tuple[str, ...], list[str]]:
+        """Return the table's rows, its header and the sentences under it; the steps so far while there is no result yet."""
+        try:
+            found = self.outcome
+        except ValueError as error:
+            losses = {name: run.steps["loss"] for name, run in self.runs.items()}
+            rows: list[tuple[str, ...]] = [
+                (name, str(len(loss)), f"{loss[-1]:.4f}" if len(loss) else "") for name, loss in losses.items()
+            ]
+            return rows, ("run", "steps", "last loss"), [self._no_result(error)]
+        return [cells_of(row, found) for row in found.rows], header_of(found), self.words()
 
     def plot(self, x: Axis = "time") -> Figure:
         """Draw loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it.
@@ -230,25 +236,13 @@ class RaceResult:
 
     def text(self) -> str:
         """Return the table and the sentences beside it."""
-        try:
-            found = self.outcome
-        except ValueError as error:
-            return "\n".join(
-                [text_table(self._so_far(), header=_SO_FAR, right=(1, 2), indent=""), "", self._no_result(error)]
-            )
-        rows, header = [cells_of(row, found) for row in found.rows], header_of(found)
-        table = text_table(rows, header=header, right=range(1, len(header)), indent="")
-        return "\n".join([table, "", *self.words()])
+        rows, header, words = self._shown()
+        return "\n".join([text_table(rows, header=header, right=range(1, len(header)), indent=""), "", *words])
 
     def _repr_html_(self) -> str:
-        try:
-            found = self.outcome
-        except ValueError as error:
-            table = html_table(self._so_far(), header=_SO_FAR, right=(1, 2))
-            return f"<div>{table}<small>{escape(self._no_result(error))}</small></div>"
-        rows, header = [cells_of(row, found) for row in found.rows], header_of(found)
-        words = "".join(f"<br>{escape(line)}" for line in self.words())
-        return f"<div>{html_table(rows, header=header, right=range(1, len(header)))}<small>{words[4:]}</small></div>"
+        rows, header, words = self._shown()
+        table = html_table(rows, header=header, right=range(1, len(header)))
+        return f"<div>{table}<small>{'<br>'.join(map(escape, words))}</small></div>"
 
     # -- a folder
 
