@@ -247,6 +247,19 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+# -- torch.compile
+
+
+def constant_when_compiled(function: Callable[..., Any]) -> Any:
+    """Let a compiled graph keep the answer that a function gave when the graph was made; returns the function.
+
+    It does what torch.compiler.assume_constant_result does, which imports torch._dynamo at once: a second of every start. Relies
+    on the mark that it sets.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # -- the dispatcher
 
 #: How many modes see every operation on this thread, such as a TorchDispatchMode.

@@ -222,6 +222,17 @@ def test_importing_loads_neither_torch_nor_notebook_nor_tables():
     assert not {"torch", "pandas", "ipywidgets", "IPython", "matplotlib", "datasets", "transformers"} & set(loaded)
 
 
+def test_torch_loads_its_compiler_only_where_something_is_compiled():
+    """It takes as long as the rest of torch: a command that plans, checks or converts would start a second later."""
+    code = """
+import sys, torch, surokit as sk, surokit.cli, surokit.train, surokit.planner, surokit.racing, surokit.profiler
+model = sk.Decoder(sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=48)).to(torch.bfloat16)
+sk.apply(model, sk.FP8), sk.plan(model, batch=1, length=16), sk.doctor()
+print('torch._dynamo' in sys.modules)
+"""
+    assert fresh(code) == "False"
+
+
 def test_training_needs_torch_numpy_and_safetensors_only():
     code = """
 import sys

@@ -639,6 +639,18 @@ def test_a_gather_is_extended_and_stays_so_where_torch_takes_another_tensor(shar
 # -- profiler, compiler, data loader
 
 
+def test_a_constant_of_a_graph_is_marked_as_torch_marks_it():
+    def answer() -> int:
+        return 3
+
+    def other() -> int:
+        return 3
+
+    marked: Any = torch.compiler.assume_constant_result(other)
+    assert torch_private.constant_when_compiled(answer) is answer
+    assert vars(answer) == vars(marked) != {}
+
+
 def test_a_module_that_is_compiled_says_so():
     plain, compiled = nn.Linear(1, 1), nn.Linear(1, 1)
     compiled.compile(backend="eager")

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from surokit.kernels.reference.processor import cpuinfo
+from surokit.torch_private import constant_when_compiled
 
 SCRATCH_ELEMENTS = 4 * 1024 * 1024  # float32: 16 MiB
 LEAST_REUSE = 12  # multiply-adds for each number that is converted, from which a conversion pays
@@ -82,7 +83,7 @@ def through_float32(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and converts()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def converts() -> bool:
     """Return whether bfloat16 products on this CPU go through float32; a compiled graph keeps the answer of its making."""
     return bf16_instructions() is None or bf16_is_slower() if _converts is None else _converts
@@ -157,7 +158,7 @@ def _pays(a_MK: Tensor, b_KN: Tensor, *added: Tensor) -> bool:
     return M * K * N >= _least_reuse() * (M * K + K * N + M * N) > 0
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _least_reuse() -> int:
     if not onednn_multiplies_bf16():
         return LEAST_REUSE_WITHOUT_ONEDNN

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from surokit import kernels
 from surokit.kernels.reference import attention as reference
-from surokit.torch_private import is_transformed
+from surokit.torch_private import constant_when_compiled, is_transformed
 
 _HALF = (torch.bfloat16, torch.float16)
 _CUDNN_ANY_LENGTH = 91501  # before it, rows that are no multiple of 128 are read past their end (pytorch issue 169849)
@@ -191,7 +191,7 @@ def _within_documents(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _varlen_form() -> Literal["told", "untold"] | None:
     """Return whether varlen_attn has to be told that key heads are shared; None where this torch has none with windows.
 
