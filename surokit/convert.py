@@ -79,7 +79,7 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     whole = find_recipe(recipe)
     recipe = whole.parts[0]
     tokens = integer("tokens", tokens)
-    planned_on = _gpu_for(gpu, next(model.parameters(), torch.empty(0)).device)
+    planned_on = gpu_for(gpu, next(model.parameters(), torch.empty(0)).device)
     found = list(recipe_layers(model))
     if not found:
         raise ValueError(
@@ -170,7 +170,7 @@ def _ruled(model: nn.Module, layers: Iterable[tuple[str, Layer]]) -> list[str]:
     return [name for name, _ in layers] + [name for name, m in model.named_modules() if is_left_quantized(m)]
 
 
-def _gpu_for(gpu: str | Gpu | None, device: torch.device) -> Gpu | None:
+def gpu_for(gpu: str | Gpu | None, device: torch.device) -> Gpu | None:
     """Return the GPU that is named, or the one at hand if its peak is known."""
     if gpu is not None:
         return check_peak(find_gpu(gpu))

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from surokit.accuracy import judge, operands_of
-from surokit.convert import precision, skip_reason
-from surokit.hardware.gpus import Gpu, find_gpu
+from surokit.convert import gpu_for, precision, skip_reason
+from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.layers import check_taken_over, linear_layers, recipe_layers
 from surokit.nn.experts import ExpertsLinear
@@ -272,17 +272,8 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor], recipe: Recipe) -> floa
 
 def _clock(gpu: str | Gpu | None, where: torch.device, tokens: int) -> tuple[Any, str]:
     """Return (a function from recipe, N, K and whether the weight trains to a layer's time, the unit of it and its source)."""
-    found: Gpu | None = None
-    if gpu is not None:
-        found = find_gpu(gpu)
-        if found.bf16_tflops is None:
-            raise ValueError(f"Nobody vouched for a peak of {found.name}: give Gpu({found.name!r}, bf16_tflops=...).")
-    elif where.type == "cuda":
-        try:
-            found = find_gpu(torch.cuda.get_device_name(where))
-        except ValueError:
-            found = None
-    if found is None or found.bf16_tflops is None:
+    found = gpu_for(gpu, where)
+    if found is None:
         return (
             lambda recipe, n, k, trains: weighted_flop(recipe, n, k, tokens, trains) / 1e9,
             "1e9 FLOP x bits / 16, a proxy (no GPU named)",

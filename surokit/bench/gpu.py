@@ -38,14 +38,13 @@ from surokit.bench.results_store import Book, next_free
 from surokit.bench.systems import Systems
 from surokit.bench.turns import Call, OutOfTime, Running, System, Turns
 from surokit.environment import cores
-from surokit.hardware.gpus import Gpu
+from surokit.hardware.gpus import CONTEXT_GIB, Gpu
 
 table = gpu_table.table
 shown = gpu_table.shown
 VERSION = 1  # of the measurements: a change of what is measured begins a new file
 
 ROOM = 0.9  # of the device's memory: what plans may come to together
-CONTEXT_GIB = 1.0  # a process takes beside what it allocates: CUDA's context and its libraries
 CHOICES = "choices"  # the key of what serves each operation
 LATE_S = 240.0  # what takes so much longer than it should has failed
 SMOKE_S = 30.0  # to check a recipe in a process of its own, as long as none was
