@@ -35,7 +35,7 @@ def describe(session: Session, total: int | None, started: float, light: Light, 
         numerics=session.numerics,
         model=type(session.model).__name__,
         device=device_name(session.device),
-        gpus=gpus_of(session.device),
+        gpus=gpus_in(session),
         total=total,
         tokens_per_step=session.tokens_per_step,
         flops_per_token=light.flops_per_token,
@@ -64,6 +64,12 @@ def numerics_of(recipe: Recipe | None, device: torch.device) -> str:
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def gpus_in(session: Session) -> int:
+    """Return how many GPUs take the tokens that a session counts; 0 on a CPU. Where processes are connected in another way than by
+    parallel=, each counts its own."""
+    return 0 if session.device.type == "cpu" else session.processes.world
 
 
 def gpus_of(device: torch.device) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from surokit.runs.smoothing import LossMean, ema_words
 from surokit.tables import html_table, text_table
-from surokit.train.run_info import device_name, light_of
+from surokit.train.run_info import device_name, gpus_in, light_of
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Summary:
     """A Summary says what a run came to. It prints as a table, shows itself in a notebook; `as_dict()` for other uses.
 
-    loss: of the last step that had a finite one. loss_mean: the smoothed loss, as the panel shows it, an EMA over loss_mean_steps
-    steps (smoothing.py).
+    gpus: how many train together, 0 on a CPU. Tokens, rates, lost hours and dollars are of all of them; idle shares and peak_gib
+    are those of the process that is asked. loss: of the last step that had a finite one. loss_mean: the smoothed loss, as the
+    panel shows it, an EMA over loss_mean_steps steps (smoothing.py).
 
     Rates are over the steps after `warmup_steps`, which took warmup_s; step_s covers what happens between steps except
     evaluations and checkpoints, which run_s includes. redone_s, a part of run_s: steps that a resume took again, because they
@@ -45,6 +46,7 @@ class Summary:
     recipe: str
     numerics: str
     device: str
+    gpus: int
     steps: int
     skipped: int
     without_targets: int
@@ -94,7 +96,7 @@ class Summary:
         figures = rows(self, waits=waits, on_gpu=self.device != "cpu")
         out = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
-            ("device", self.device),
+            ("device", f"{self.gpus} x {self.device}" if self.gpus > 1 else self.device),
             *([("graphs", self.graphs)] if self.graphs else []),
             ("steps", f"{self.steps}{skipped}; {number(self.tokens)} tokens"),
             ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps{redone}"),
@@ -143,6 +145,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
     all_steps_s = max(session.step_s, step_s)
     held = step_s / all_steps_s if all_steps_s else 1.0
     run_s = max(session.run_s, all_steps_s) + session.redone_s
+    gpus = gpus_in(session)
     sustained = sustain(
         columns["wall_ms"],
         columns["tokens"],
@@ -151,20 +154,22 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         stall_ms=columns["stall_ms"] + np.nan_to_num(offload_ms),
         run_s=held * run_s,
         usd_per_gpu_hour=usd_per_gpu_hour,
+        gpus=max(gpus, 1),
     )
     busy = columns.get("busy_frac", np.array([]))
     busy = busy[np.isfinite(busy)]
     offload = offload_ms[sustained.warmup_steps :]
     offload = offload[np.isfinite(offload)]
-    mfu, peak = _utilisation(session, sustained.tokens_per_s)
+    mfu, peak = _utilisation(session, sustained.tokens_per_s / max(gpus, 1))
     losses, smoothed = columns["loss"][np.isfinite(columns["loss"])], LossMean()
     for loss in losses:
         smoothed.add(float(loss))
-    price = None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e9 / sustained.tokens_per_s / 3600
+    usd_per_s = None if usd_per_gpu_hour is None else max(gpus, 1) * usd_per_gpu_hour / 3600
     return Summary(
         recipe=session.recipe.name if session.recipe else "as given",
         numerics=session.numerics,
         device=device_name(session.device),
+        gpus=gpus,
         steps=steps,
         skipped=int(np.nansum(columns["skipped"])),
         without_targets=int((columns["targets"] == 0).sum()),
@@ -176,7 +181,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         mfu=mfu,
         peak=peak,
         peak_gib=float(np.nanmax(columns["peak_gib"])),
-        usd_per_1e9_tokens=price,
+        usd_per_1e9_tokens=None if usd_per_s is None else 1e9 * usd_per_s / sustained.tokens_per_s,
         loss=float(losses[-1]) if len(losses) else math.nan,
         loss_mean=smoothed.value,
         loss_mean_steps=smoothed.over_steps,
@@ -186,6 +191,9 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
 
 
 def _utilisation(session: Session, tokens_per_s: float) -> tuple[float | None, str]:
-    """Return (model FLOPs utilisation, the peak's name), or (None, why there is none). Always against bf16, whatever the recipe."""
+    """Return (model FLOPs utilisation, the peak's name), or (None, why there is none). Always against bf16, whatever the recipe.
+
+    tokens_per_s: those of one GPU.
+    """
     flops, tflops, peak = light_of(session)
     return (None if flops is None or tflops is None else tokens_per_s * flops / (tflops * 1e12)), peak

@@ -13,6 +13,7 @@ import torch
 import surokit as sk
 from surokit.runs.records import Deferred, Record, Records
 from surokit.train import Session
+from surokit.train.run_info import Light
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
 from tests.refusals import refused
@@ -47,6 +48,20 @@ def test_steady() -> None:
     assert summary.usd_per_1e9_tokens == pytest.approx(3.6 * 1e9 / 1e5 / 3600)
     assert summary.loss == pytest.approx(0.01)
     assert summary.windows == "steps"
+
+
+def test_several_gpus_cost_and_could_do_as_many_times_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"gpus_in": 4, "device_name": "H100 SXM", "light_of": Light(6e9, 1000.0, "H100 SXM")}.items():
+        monkeypatch.setattr(f"surokit.train.summary.{name}", lambda _, value=value: value)
+    session = make_session()
+    feed(session, [10.0] * 100)
+    summary = session.summary(usd_per_gpu_hour=3.6)
+    assert summary.tokens_per_s == pytest.approx(100_000)  # of all four
+    assert summary.mfu == pytest.approx(100_000 * 6e9 / (4 * 1000e12))
+    assert summary.usd_per_1e9_tokens == pytest.approx(4 * 3.6 * 1e9 / 1e5 / 3600)
+    assert summary.lost_gpu_hours == pytest.approx(4 * (0.2 * 0.99 + 0.01) / 3600)
+    assert summary.lost_usd == pytest.approx(3.6 * summary.lost_gpu_hours)
+    assert "4 x H100 SXM" in repr(summary)
 
 
 def test_spread_and_drift() -> None:

@@ -32,8 +32,8 @@ class Sustained:
     ... p95: over windows of one second, or over steps in a run of fewer than 20 s (`windows` says which). drift: speed of
     the last tenth of the steps over the first tenth, less 1. idle_frac: share of the step time, NaN where nothing measured
     it. goodput: step time that was neither skipped nor stalled over run_s. lost_gpu_hours: run_s less the busy time of
-    steps that were not skipped: idle time, skipped steps and all time outside steps; it is a lower bound, because idle time
-    is one. lost_usd: the lost hours times a price, None without one.
+    steps that were not skipped: idle time, skipped steps and all time outside steps, on each GPU of the run; it is a lower
+    bound, because idle time is one. lost_usd: the lost hours times a price, None without one.
     """
 
     run_s: float
@@ -64,11 +64,12 @@ def sustain(
     stall_ms: ArrayLike = 0.0,
     run_s: float = 0.0,
     usd_per_gpu_hour: float | None = None,
+    gpus: int = 1,
 ) -> Sustained:
     """Compute the figures of a run from one row a step, in order; idle_frac is NaN where it was not measured.
 
-    run_s: wall time of the whole run, if it is more than its steps. A stall counts where the device was idle meanwhile, as far
-    as that was measured. Raises ValueError without a step that took time, and for a price that is negative or not finite.
+    run_s: wall time of the whole run, if it is more than its steps. gpus: how many take these steps together. A stall counts where
+    the device was idle meanwhile, as far as that was measured. Raises ValueError without a step that took time, and for a price that is negative or not finite.
     """
     if usd_per_gpu_hour is not None and not 0 <= usd_per_gpu_hour < math.inf:
         raise ValueError(f"usd_per_gpu_hour={usd_per_gpu_hour}: a price is a finite number >= 0.")
@@ -84,7 +85,7 @@ def sustain(
     good = np.nan_to_num(skip) == 0
     run_ms = max(run_s * 1e3, float(wall.sum()))
     lost_ms = run_ms - float((wall - np.where(known, idle_ms, stalled_ms))[good].sum())
-    hours = lost_ms / 3.6e6
+    hours = gpus * lost_ms / 3.6e6
     rate_wall, rate_work = wall[warm:], work[warm:]
     rates, windows = _windows(rate_wall, rate_work)
     p5, p50, p95 = (float(p) for p in np.percentile(rates, (5, 50, 95)))
