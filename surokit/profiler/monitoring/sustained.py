@@ -69,7 +69,8 @@ def sustain(
     """Compute the figures of a run from one row a step, in order; idle_frac is NaN where it was not measured.
 
     run_s: wall time of the whole run, if it is more than its steps. gpus: how many take these steps together. A stall counts where
-    the device was idle meanwhile, as far as that was measured. Raises ValueError without a step that took time, and for a price that is negative or not finite.
+    the device was idle meanwhile, as far as that was measured. Raises ValueError without a step that took time, and for a price
+    that is negative or not finite.
     """
     if usd_per_gpu_hour is not None and not 0 <= usd_per_gpu_hour < math.inf:
         raise ValueError(f"usd_per_gpu_hour={usd_per_gpu_hour}: a price is a finite number >= 0.")
