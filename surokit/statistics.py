@@ -100,6 +100,31 @@ def bootstrap_interval(
     return Interval(float(low), mid, float(high))
 
 
+def harmonic_interval(groups: Sequence[Sequence[float]], weights: Sequence[float], level: float = 0.95) -> Interval:
+    """Return the weighted harmonic mean of the geometric means of groups of positive ratios, and its interval.
+
+    Of speeds in parts of a run, weighted by their steps, that is the speed of the whole. Its logarithm varies as each part's mean
+    does, times that part's share of the time; the interval is Student's t with the degrees of freedom of Welch and Satterthwaite.
+    There is none from fewer than ROUNDS values, nor where a group has one only.
+    """
+    logs = [np.log(np.asarray(group, np.float64)) for group in groups]
+    times = np.asarray(weights, np.float64) / np.sum(weights) / np.exp([group.mean() for group in logs])
+    mid = 1 / float(times.sum())
+    if sum(map(len, logs)) < ROUNDS or min(map(len, logs)) < 2:
+        return Interval(math.nan, mid, math.nan)
+    squares = [
+        (time * mid) ** 2 * float(group.var(ddof=1)) / len(group) for time, group in zip(times, logs, strict=True)
+    ]
+    half = student_t((1 + level) / 2, _welch(squares, [len(group) - 1 for group in logs])) * math.sqrt(sum(squares))
+    return Interval(mid * math.exp(-half), mid, mid * math.exp(half))
+
+
+def _welch(squares: Sequence[float], degrees: Sequence[int]) -> int:
+    """Return the degrees of freedom of a sum of squared errors by Welch and Satterthwaite, rounded down."""
+    over = sum(square**2 / own for square, own in zip(squares, degrees, strict=True))
+    return math.floor(sum(squares) ** 2 / over * (1 + 1e-12)) if over else sum(degrees)
+
+
 @cache
 def student_t(share: float, degrees: int) -> float:
     """Return the quantile of Student's t: the value below which `share` of it lies.
@@ -235,8 +260,7 @@ def paired_gap(*groups: Sequence[float], level: float = 0.95, noises: Sequence[N
     squares = [noise.variance / len(group) for noise, group in zip(noises, values, strict=True)]
     spread = math.sqrt(float(np.mean([noise.variance for noise in noises])))
     error = math.sqrt(sum(squares)) / len(values)
-    over = sum(square**2 / noise.degrees for square, noise in zip(squares, noises, strict=True))
-    degrees = math.floor(sum(squares) ** 2 / over * (1 + 1e-12)) if over else sum(noise.degrees for noise in noises)
+    degrees = _welch(squares, [noise.degrees for noise in noises])
     half = student_t((1 + level) / 2, degrees) * error
     p = 2 * (1 - student_t_below(abs(mean) / error, degrees)) if error else float(mean == 0)
     return Gap(mean - half, mean, mean + half, spread, pairs, p)

@@ -1,14 +1,16 @@
 """Compute what follows from a race: the rows of its table, and the sentences under it. It follows from the runs, and is not stored.
 
-ratio: geometric mean over the rounds of tokens/s over the baseline's, with its bootstrap interval. matched: the ratio times the
-baseline's steps to the target loss over this run's: progress, not tokens. The target is given, or the lowest smoothed loss that
-every run has reached; in a race to a goal it is the goal, and steps are those after which a run was found to have reached it. All
-runs see the same batches, so that the noise of these cancels when two losses are compared.
+ratio: geometric mean over the rounds of tokens/s over the baseline's, with its bootstrap interval. Of a recipe that changes on the
+way each part has such a mean, and the ratio is that of the time of all steps: 1 / (sum of a part's share of the steps / its mean).
+matched: the ratio, up to there, times the baseline's steps to the target loss over this run's: progress, not tokens. The target is
+given, or the lowest smoothed loss that every run has reached; in a race to a goal it is the goal, and steps are those after which a
+run was found to have reached it. All runs see the same batches, so that the noise of these cancels when two losses are compared.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from surokit.racing.runs import Floats, Run, Turn, rounds_of
-from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, smoothing, steps_to
-from surokit.statistics import ROUNDS, Interval, bootstrap_interval, spread
+from surokit.racing.statistics import drift, reached_by_all, smoothed, smoothing, steps_to
+from surokit.statistics import ROUNDS, Interval, bootstrap_interval, harmonic_interval, spread
 from surokit.units import counted, elapsed
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -129,7 +131,6 @@ def outcome(
         shared = {name: rounds_of([run, runs[baseline]]) for name, run in runs.items()}
         rounds = max((shared[name] for name in names if name != baseline), key=len, default=rounds)
     rates = {name: [turn.rate for turn in _of_rounds(runs[name], shared[name])] for name in names}
-    against = {name: [turn.rate for turn in _of_rounds(runs[baseline], shared[name])] for name in names}
     losses = {name: run.steps["loss"] for name, run in runs.items()}
     seconds = {name: np.cumsum(run.warm_seconds()) for name, run in runs.items()}
     span = smoothing(max(map(len, losses.values())))
@@ -141,9 +142,11 @@ def outcome(
     price = None if usd_per_hour is None else usd_per_hour / HOUR_S
     rows = []
     for name, run in runs.items():
-        ratio = bootstrap_interval(ratios(rates[name], against[name]), seed=seed)
+        ratio = _ratio(run, runs[baseline], shared[name], len(run.steps), seed)
         timed = rates[name] or [turn.rate for turn in run.turns if turn.steps] or [math.nan]
         low, mid, high = spread(timed)
+        if len(set(map(run.part_of, run.whole_turns))) > 1:  # a median would be that of one part
+            mid = float(run.steps["tokens"].sum() / seconds[name][-1])
         n, base_n = needed[name], needed[baseline]
         mean = smoothed(losses[name], span)
         to_target = None
@@ -158,7 +161,9 @@ def outcome(
                 low=low,
                 high=high,
                 ratio=ratio,
-                matched=ratio.times(base_n / n) if n is not None and base_n is not None else None,
+                matched=None
+                if n is None or base_n is None
+                else _ratio(run, runs[baseline], shared[name], n, seed).times(base_n / n),
                 predicted=run.prediction.ratio if run.prediction else None,
                 loss=float(mean[-1]) if len(mean) else math.nan,
                 held_out=run.held_out[-1][1] if run.held_out and run.held_out[-1][0] == _last_step(run) else None,
@@ -167,7 +172,7 @@ def outcome(
                 loss_at=_at(mean, seconds[name], at_s),
                 loss_hour=_at(mean, seconds[name], HOUR_S) if len(mean) and seconds[name][-1] >= HOUR_S else None,
                 idle_frac=_idle(run),
-                drift=drift(rates[name]),
+                drift=drift(_of_longest_part(run, shared[name])),
                 steps_per_day=_steps_per_day(run),
                 first_step_s=run.warm_up.first_step_s if run.warm_up else math.nan,
                 warm_up_s=run.warm_up.seconds if run.warm_up else math.nan,
@@ -189,6 +194,29 @@ def outcome(
         seed,
         goal,
     )
+
+
+def _ratio(run: Run, baseline: Run, rounds: Sequence[int], steps: int, seed: int) -> Interval:
+    """Return a run's speed over the baseline's, for its first `steps` steps."""
+    found: dict[tuple[int, int], list[float]] = {}  # part of either recipe -> ratios of turns
+    for own, base in zip(_of_rounds(run, rounds), _of_rounds(baseline, rounds), strict=True):
+        found.setdefault((run.part_of(own), baseline.part_of(base)), []).append(own.rate / base.rate)
+    if len(found) < 2:
+        return bootstrap_interval([ratio for part in found.values() for ratio in part], seed=seed)
+    made = Counter(
+        (run.part_at(step), baseline.part_at(step)) for step in run.steps["step"][:steps].astype(int).tolist()
+    )
+    timed = {
+        part: count for part, count in made.items() if part in found
+    }  # one without a whole turn counts as the others do
+    return harmonic_interval([found[part] for part in timed], list(timed.values()))
+
+
+def _of_longest_part(run: Run, rounds: Sequence[int]) -> list[float]:
+    """Return tokens/s of the turns of that part of a run's recipe which has the most."""
+    turns = _of_rounds(run, rounds)
+    (longest, _), *_ = Counter(map(run.part_of, turns)).most_common(1) or [(0, 0)]
+    return [turn.rate for turn in turns if run.part_of(turn) == longest]
 
 
 def _of_rounds(run: Run, rounds: Sequence[int]) -> list[Turn]:
@@ -242,7 +270,7 @@ def _idle(run: Run) -> float:
 # -- as a table
 
 COLUMNS = {
-    "tokens_per_s": "median of the turns",
+    "tokens_per_s": "median of the turns, of a recipe that changes the mean over its steps",
     "low": "slowest turn",
     "high": "fastest turn",
     "ratio": "tokens/s over the baseline's",
@@ -262,7 +290,7 @@ COLUMNS = {
     "loss_at_equal_time": "",
     "loss_after_an_hour": "",
     "idle_frac": "at least",
-    "drift": "last third of the turns over the first",
+    "drift": "last third of the turns over the first, of a recipe that changes within its longest part",
     "steps_per_day": "of own time",
     "first_step_s": "",
     "warm_up_s": "",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -110,12 +111,14 @@ class Steps:
 class Run:
     """A Run is one entry of a race. algebra: its recipe in a line. numerics: "native", what is emulated, or "". work: what it
     does, as `SessionWork` has it. held_out: (step, loss). goals: (steps made, what the race's goal is judged by). reached: the
-    steps that it had made when it was found at the goal. peak_gib: its own peak of device memory; None on a CPU."""
+    steps that it had made when it was found at the goal. changes: after which steps its recipe goes over to its next part.
+    peak_gib: its own peak of device memory; None on a CPU."""
 
     name: str
     algebra: str = ""
     numerics: str = ""
     recipe: dict[str, Any] | None = None
+    changes: list[int] = field(default_factory=list)
     work: dict[str, Any] = field(default_factory=dict)
     warm_up: WarmUp | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -135,7 +138,18 @@ class Run:
 
     @property
     def whole_turns(self) -> list[Turn]:
-        return [turn for turn in self.turns if turn.whole]
+        """Return the turns that ratios are taken of: no stop cut them short, and one part of the recipe computed all of them."""
+        return [
+            turn for turn in self.turns if turn.whole and self.part_at(turn.last - turn.steps + 1) == self.part_of(turn)
+        ]
+
+    def part_at(self, step: int) -> int:
+        """Return which part of its recipe computed a step, by the step's number; 0 where the recipe does not change."""
+        return bisect_left(self.changes, step)
+
+    def part_of(self, turn: Turn) -> int:
+        """Return which part of its recipe a turn ended in."""
+        return self.part_at(turn.last)
 
     def warm_seconds(self) -> Floats:
         """Return the seconds that each step takes, one a row of `steps`; nan before anything was timed."""
@@ -157,7 +171,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the steps as plain values."""
-        plain = ("name", "algebra", "numerics", "recipe", "work", "peak_gib", "batches", "reached")
+        plain = ("name", "algebra", "numerics", "recipe", "changes", "work", "peak_gib", "batches", "reached")
         return {
             **{name: getattr(self, name) for name in plain},
             "warm_up": asdict(self.warm_up) if self.warm_up else None,
@@ -178,6 +192,7 @@ class Run:
             held_out=[(int(step), float(loss)) for step, loss in data["held_out"]],
             goals=[(int(step), float(value)) for step, value in data.get("goals", ())],
             reached=data.get("reached"),
+            changes=list(data.get("changes", ())),
             steps=steps,
         )
 

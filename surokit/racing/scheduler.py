@@ -286,6 +286,7 @@ class Driver:
         recipe = session.recipe
         run.algebra = "" if recipe is None else str(recipe)
         run.recipe = None if recipe is None else recipe.to_dict()
+        run.changes = [] if recipe is None else [change.step(session.run_length) for change in recipe.later]
         parts = () if recipe is None else recipe.parts
         said = [numerics_of(part, session.device) for part in parts]
         run.numerics = next((words for words in said if words not in ("", "native")), session.numerics)
@@ -523,13 +524,13 @@ class Driver:
         try:
             base, trained_by = layers_of(baseline), type(self.sessions[baseline].optimizer)
             for name in others:
-                runs[name].prediction = (
-                    predict(layers_of(name), base, self._shares, step_s, parts)
-                    if type(self.sessions[name].optimizer) is trained_by
-                    else Prediction(
-                        None, why="it is trained by another optimizer, and what products take says nothing of that"
-                    )
-                )
+                why = ""
+                if runs[name].changes or runs[baseline].changes:
+                    why = "the recipe changes on the way, and each part has a speed of its own"
+                elif type(self.sessions[name].optimizer) is not trained_by:
+                    why = "it is trained by another optimizer, and what products take says nothing of that"
+                own = Prediction(None, why=why) if why else predict(layers_of(name), base, self._shares, step_s, parts)
+                runs[name].prediction = own
         except Exception as error:  # a race does not fail for want of a prediction
             for name in others:
                 runs[name].prediction = runs[name].prediction or Prediction(

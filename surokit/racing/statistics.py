@@ -13,14 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from surokit.statistics import bootstrap_interval as bootstrap_interval  # had its place here
-
 Floats = NDArray[np.float64]
-
-
-def ratios(rates: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Return each turn's rate over the baseline's of the same round, for as many rounds as both have."""
-    return [a / b for a, b in zip(rates, baseline)]
 
 
 def drift(rates: Sequence[float]) -> float:

@@ -36,6 +36,43 @@ def falling(count, rate=0.01, start=5.0):
     return [start - rate * i for i in range(count)]
 
 
+def changing(part_s, changes, losses, **options):
+    """A run whose steps take `part_s[i]` in part i of its recipe, which begins after `changes[i - 1]` steps."""
+    run = made("b", part_s[0], losses, **options)
+    run.changes = list(changes)
+    wall = [1e3 * part_s[run.part_at(i + 1)] for i in range(len(losses))]
+    run.steps = Steps({name: wall if name == "wall_ms" else run.steps[name] for name in COLUMNS})
+    run.turns = [replace(turn, seconds=sum(wall[turn.last - turn.steps : turn.last]) / 1e3) for turn in run.turns]
+    return run
+
+
+def test_a_recipe_that_changes_is_as_fast_as_all_of_its_steps():
+    """A mean over rounds of two speeds would be that of neither, nor of the whole."""
+    runs = {"a": made("a", 1.0, falling(84)), "b": changing((4.0, 2.0), (44,), falling(84))}
+    found = outcome(runs, "a")
+    assert found["b"].ratio.mid == pytest.approx(84 / (44 * 4 + 40 * 2))
+    assert found["b"].ratio.low == pytest.approx(found["b"].ratio.high)  # no turn of a part differs from another
+    assert found["b"].to_target is not None
+    assert found["a"].to_target is not None
+    assert found["b"].matched is not None
+    assert found["b"].matched.mid == pytest.approx(found["a"].to_target[2] / found["b"].to_target[2])
+    assert found["b"].tokens_per_s == pytest.approx(840 / (44 * 4 + 40 * 2))
+    assert found["b"].drift == pytest.approx(0)  # within a part
+
+
+def test_a_turn_in_which_the_recipe_changes_is_in_no_ratio():
+    runs = {"a": made("a", 1.0, falling(84)), "b": changing((4.0, 2.0), (46,), falling(84))}
+    found = outcome(runs, "a")
+    assert found.rounds == 19
+    assert found["b"].ratio.mid == pytest.approx(84 / (46 * 4 + 38 * 2))
+    assert runs["b"].changes == Run.from_dict(runs["b"].to_dict(), runs["b"].steps).changes
+
+
+def test_before_a_change_has_come_the_part_so_far_counts_alone():
+    runs = {"a": made("a", 1.0, falling(44)), "b": changing((4.0, 2.0), (100,), falling(44))}
+    assert outcome(runs, "a")["b"].ratio == (0.25, 0.25, 0.25)
+
+
 def test_ratios_and_equal_loss():
     runs = {"a": made("a", 1.0, falling(44)), "b": made("b", 0.5, falling(44, rate=0.005))}
     found = outcome(runs, "a")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, smoothing, steps_to
+from surokit.racing.statistics import drift, reached_by_all, smoothed, smoothing, steps_to
 from surokit.statistics import (
     ROUNDS,
     Interval,
@@ -14,6 +14,7 @@ from surokit.statistics import (
     bootstrap_interval,
     count_for_gate,
     geometric_mean,
+    harmonic_interval,
     paired_gap,
     power_of_gate,
     residual_noise,
@@ -35,8 +36,7 @@ def test_students_t_is_that_of_the_tables(share, degrees, value):
     assert student_t(share, degrees) == pytest.approx(value, abs=2e-5)
 
 
-def test_ratios_are_taken_round_by_round():
-    assert ratios([2.0, 6.0], [1.0, 2.0, 9.0]) == [2.0, 3.0]
+def test_spread_and_geometric_mean():
     assert spread([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert math.isnan(geometric_mean([]))
@@ -102,6 +102,24 @@ def test_what_is_no_ratio_is_refused(values):
 def test_a_level_is_a_share(level):
     with refused(ValueError):
         bootstrap_interval([1.0], level=level)
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 4), (6, 30)])
+def test_the_interval_of_a_run_in_parts_holds_the_truth_as_often_as_it_says(first, second):
+    """Half of the steps at 0.5 of the baseline's speed, half at 2: four fifths of the time is the first part's."""
+    random = np.random.default_rng(first)
+    held = 0
+    for _ in range(1000):
+        parts = [np.exp(random.normal(math.log(0.5), 0.02, first)), np.exp(random.normal(math.log(2.0), 0.05, second))]
+        held += harmonic_interval([part.tolist() for part in parts], (100, 100)).holds(0.8)
+    assert 0.93 <= held / 1000 <= 0.985
+
+
+def test_a_run_in_parts_has_no_interval_from_too_few():
+    assert harmonic_interval([[0.5], [2.0]], (1, 3)).mid == pytest.approx(1 / (0.25 / 0.5 + 0.75 / 2))
+    assert not harmonic_interval([[0.5, 0.5], [2.0, 2.0]], (1, 1)).known
+    assert not harmonic_interval([[0.5] * 9, [2.0]], (1, 1)).known
+    assert harmonic_interval([[0.5, 0.5, 0.5], [2.0, 2.0]], (1, 1)) == pytest.approx((0.8, 0.8, 0.8))
 
 
 def test_drift():
