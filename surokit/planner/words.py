@@ -5,6 +5,7 @@ Of how a figure comes about only the first clause is printed; `plan.table()` has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -163,8 +164,10 @@ def plan_answers(plan: Plan) -> Iterator[str]:
         yield f"A step takes {units.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
     elif plan.likely is not None and plan.parts and (time := plan.step_time) is not None:
         each = [units.value(part.step_time.ms, "ms") for _, part in plan.parts if part.step_time is not None]
-        mean = f"{units.value(time.ms, 'ms')} in the mean over the run ({', then '.join(each)})"
-        yield f"A step likely takes {mean}: {plan.likely.how}"
+        said = f"{units.value(time.ms, 'ms')} in the mean over the run ({', then '.join(each)})"
+        if any(math.isnan(share) for share, _ in plan.parts):  # of a run whose steps nobody told
+            said = ", then ".join(each)
+        yield f"A step likely takes {said}: {plan.likely.how}"
     elif plan.likely is not None:
         yield f"A step likely takes {units.value(plan.likely.step_ms, 'ms')}, {_within(plan.likely)}: {plan.likely.how}"
     elif estimate is not None:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Summary:
     """A Summary says what a run came to. It prints as a table, shows itself in a notebook; `as_dict()` for other uses.
 
-    gpus: how many train together, 0 on a CPU. Tokens, rates, lost hours and dollars are of all of them; idle shares and peak_gib
-    are those of the process that is asked. loss: of the last step that had a finite one. loss_mean: the smoothed loss, as the
-    panel shows it, an EMA over loss_mean_steps steps (smoothing.py).
+    processes: how many train together, with a GPU each where there is one. Tokens and rates are of all of them, lost hours and
+    dollars of all GPUs; idle shares and peak_gib are those of the process that is asked. loss: of the last step that had a
+    finite one. loss_mean: the smoothed loss, as the panel shows it, an EMA over loss_mean_steps steps (smoothing.py).
 
     Rates are over the steps after `warmup_steps`, which took warmup_s; step_s covers what happens between steps except
     evaluations and checkpoints, which run_s includes. redone_s, a part of run_s: steps that a resume took again, because they
@@ -46,7 +46,7 @@ class Summary:
     recipe: str
     numerics: str
     device: str
-    gpus: int
+    processes: int
     steps: int
     skipped: int
     without_targets: int
@@ -96,7 +96,7 @@ class Summary:
         figures = rows(self, waits=waits, on_gpu=self.device != "cpu")
         out = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
-            ("device", f"{self.gpus} x {self.device}" if self.gpus > 1 else self.device),
+            ("device", self._device()),
             *([("graphs", self.graphs)] if self.graphs else []),
             ("steps", f"{self.steps}{skipped}; {number(self.tokens)} tokens"),
             ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps{redone}"),
@@ -115,6 +115,11 @@ class Summary:
         if self.eval_loss is not None:
             out.append(("held-out loss, last", f"{self.eval_loss:.4f}"))
         return out
+
+    def _device(self) -> str:
+        if self.processes == 1:
+            return self.device
+        return f"cpu, {self.processes} processes" if self.device == "cpu" else f"{self.processes} x {self.device}"
 
     def _offload(self) -> str:
         from surokit.units import number, percent
@@ -145,7 +150,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
     all_steps_s = max(session.step_s, step_s)
     held = step_s / all_steps_s if all_steps_s else 1.0
     run_s = max(session.run_s, all_steps_s) + session.redone_s
-    gpus = gpus_in(session)
+    gpus = max(gpus_in(session), 1)  # a CPU counts as one, however many processes share it
     sustained = sustain(
         columns["wall_ms"],
         columns["tokens"],
@@ -154,22 +159,22 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         stall_ms=columns["stall_ms"] + np.nan_to_num(offload_ms),
         run_s=held * run_s,
         usd_per_gpu_hour=usd_per_gpu_hour,
-        gpus=max(gpus, 1),
+        gpus=gpus,
     )
     busy = columns.get("busy_frac", np.array([]))
     busy = busy[np.isfinite(busy)]
     offload = offload_ms[sustained.warmup_steps :]
     offload = offload[np.isfinite(offload)]
-    mfu, peak = _utilisation(session, sustained.tokens_per_s / max(gpus, 1))
+    mfu, peak = _utilisation(session, sustained.tokens_per_s / gpus)
     losses, smoothed = columns["loss"][np.isfinite(columns["loss"])], LossMean()
     for loss in losses:
         smoothed.add(float(loss))
-    usd_per_s = None if usd_per_gpu_hour is None else max(gpus, 1) * usd_per_gpu_hour / 3600
+    usd_per_s = None if usd_per_gpu_hour is None else gpus * usd_per_gpu_hour / 3600
     return Summary(
         recipe=session.recipe.name if session.recipe else "as given",
         numerics=session.numerics,
         device=device_name(session.device),
-        gpus=gpus,
+        processes=session.processes.world,
         steps=steps,
         skipped=int(np.nansum(columns["skipped"])),
         without_targets=int((columns["targets"] == 0).sum()),

@@ -76,8 +76,13 @@ def test_a_change_after_so_many_steps_needs_the_steps_of_the_run() -> None:
         sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP8.then(sk.BF16, at=0.5).then(sk.FP8, at=10)})
     with refused(ValueError):
         sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "length": None})
+    with refused(ValueError):
+        sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=10**8)})
     alone = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "tokens": None})
     assert alone.days is None
+    likely = alone.but(tflops_per_gpu=None)
+    each = [units.value(part.step_time.ms, "ms") for _, part in likely.parts if part.step_time]
+    assert any(said.startswith(f"A step likely takes {each[0]}, then {each[1]}: ") for said in likely.answers)
     assert alone.step_time == sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4, "tokens": None}).step_time
 
 

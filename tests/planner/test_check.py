@@ -1,6 +1,7 @@
 """A plan beside what was measured: real sessions and profiles, figures by hand, the sentence, and the plan that learns."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,23 @@ def test_a_session(session):
     assert c.worst.term == "step"
     assert "likely because the device has no products of its own for them (emulated on cpu" in c.verdict
     assert not c.ok
+
+
+def test_a_plan_is_compared_with_one_processes_share_of_a_session(session):
+    one, p = session.summary(), tiny(recipe="fp8")
+    two = replace(one, processes=2, tokens=2 * one.tokens, tokens_per_s=2 * one.tokens_per_s)
+    assert check(p, two)["step"].measured == pytest.approx(check(p, one)["step"].measured)
+    assert check(p, two)["tokens a second"].measured == pytest.approx(one.tokens_per_s)
+
+
+def test_of_a_model_that_is_divided_a_gpu_has_a_share_of_the_tokens():
+    p = plan(gpus=8, tensor_parallel=8, batch=8)
+    found = check(p, {"step_ms": p.time.step_ms})
+    assert found["step"].ratio == pytest.approx(1)
+    assert found["tokens a second"].measured == pytest.approx(8 * 1024 / 8 / p.time.step_ms * 1e3)
+    assert found["tokens a second"].ratio == pytest.approx(1)
+    assert found.ok
+    assert found.recalibrated.days == pytest.approx(p.days)
 
 
 def test_a_session_teaches_the_plan(session):

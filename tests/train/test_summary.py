@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_several_gpus_cost_and_could_do_as_many_times_more(monkeypatch: pytest.M
     for name, value in {"gpus_in": 4, "device_name": "H100 SXM", "light_of": Light(6e9, 1000.0, "H100 SXM")}.items():
         monkeypatch.setattr(f"surokit.train.summary.{name}", lambda _, value=value: value)
     session = make_session()
+    session.processes = replace(session.processes, world=4)
     feed(session, [10.0] * 100)
     summary = session.summary(usd_per_gpu_hour=3.6)
     assert summary.tokens_per_s == pytest.approx(100_000)  # of all four

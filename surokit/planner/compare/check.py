@@ -288,7 +288,7 @@ def _same_model(plan: Plan, m: Measured, measured: Any) -> None:
     if planned is not None and tokens is not None and abs(tokens / planned - 1) > _SAME:
         times = f" x {plan.setup.accumulate}" if plan.setup.accumulate > 1 else ""
         raise ValueError(
-            f"{_upper(m.source)} has {tokens:,.0f} tokens a step and the plan {planned:,} on one GPU "
+            f"{_upper(m.source)} has {tokens:,.0f} tokens a step and the plan {planned:,.0f} on one GPU "
             f"({plan.setup.batch} x {plan.setup.length}{times}): compare it with plan.but(batch=..., length=..., accumulate=...) "
             "of the same step."
         )
@@ -305,10 +305,10 @@ def _same_model(plan: Plan, m: Measured, measured: Any) -> None:
         )
 
 
-def _tokens(plan: Plan) -> int | None:
-    """Return the tokens of a step on one GPU."""
+def _tokens(plan: Plan) -> float | None:
+    """Return one GPU's share of the tokens of a step: where several have one model together, that of each."""
     s = plan.setup
-    return None if s.batch is None or s.length is None else s.batch * s.length * s.accumulate
+    return None if s.batch is None or s.length is None else s.batch * s.length * s.accumulate / s.division.gpus
 
 
 def _upper(text: str) -> str:

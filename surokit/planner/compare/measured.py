@@ -126,9 +126,10 @@ def _figure(name: str, value: Any) -> float:
 
 
 def _of_summary(s: Any, source: str) -> Measured:
-    """Read a Session's summary: its rates are those after warm-up, its memory is the most that ever was."""
-    tokens = s.tokens / s.steps if s.steps else None
-    rate = _known(s.tokens_per_s)
+    """Read a Session's summary: its rates are those after warm-up, its memory is the most that ever was. Tokens are those of all
+    its processes."""
+    tokens = s.tokens / s.steps / s.processes if s.steps else None
+    rate = None if _known(s.tokens_per_s) is None else s.tokens_per_s / s.processes
     return Measured(
         source=f"{source} of {s.steps} steps on {s.device}",
         step_ms=None if not tokens or not rate else tokens / rate * 1e3,
