@@ -588,13 +588,7 @@ def _begins_at(change: Change, plan: Plan) -> float:
             f"The recipe changes {change}, and nothing says how many steps the run has: give batch= and length=, or a share of the "
             "run, then(..., at=0.9)."
         )
-    steps = plan.flops / plan.flops_per_step
-    if change.at >= steps:
-        raise ValueError(
-            f"The recipe changes {change}, and the run ends before, after {math.ceil(steps):,}: give more tokens, an earlier "
-            "step, or a share of the run, then(..., at=0.9)."
-        )
-    return change.at / steps
+    return min(1.0, change.at * plan.flops_per_step / plan.flops)
 
 
 def _as_a_session_decodes(asked: Asked) -> Asked:

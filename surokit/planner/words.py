@@ -172,6 +172,10 @@ def plan_answers(plan: Plan) -> Iterator[str]:
         yield f"A step likely takes {units.value(plan.likely.step_ms, 'ms')}, {_within(plan.likely)}: {plan.likely.how}"
     elif estimate is not None:
         yield f"A step takes {units.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
+    for change, (share, _) in zip(plan.recipe.later if plan.parts else (), plan.parts[1:]):
+        if share == 0 and plan.flops and plan.flops_per_step:
+            steps = math.ceil(plan.flops / plan.flops_per_step)
+            yield f"The change to {change.recipe.name} {change} never comes: the run ends after {steps:,}"
     if plan.usd_range is not None:
         yield f"Costs {units.span(*plan.usd_range, 'USD')}: {_hours(plan)} at {plan.price}"
 

@@ -76,8 +76,24 @@ def test_a_change_after_so_many_steps_needs_the_steps_of_the_run() -> None:
         sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP8.then(sk.BF16, at=0.5).then(sk.FP8, at=10)})
     with refused(ValueError):
         sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "length": None})
-    with refused(ValueError):
-        sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=10**8)})
+    never = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=10**8)})
+    assert (
+        "The change to fp4(forward=bf16) after step 100,000,000 never comes: the run ends after 2,441,407"
+        in never.answers
+    )
+    assert not any("never comes" in said for said in after.answers)
+
+
+def test_the_most_tokens_within_a_budget_are_so_where_the_first_part_is_the_slower() -> None:
+    """A guess from a longer run is too high: the slow part has less of that one."""
+    for recipe in (sk.BF16.then(sk.FP8, at=20000), sk.FP8.then(sk.BF16, at=20000)):
+        asked = sk.plan("llama-3.1-8b", gpu="H100", gpus=8, batch=1, length=4096, zero=3, recipe=recipe)
+        found = asked.tokens_for(days=1)
+        days = [likely[0] for tokens in (found, found + 10**7) if (likely := asked.but(tokens=tokens).likely_days)]
+        assert days[0] <= 1 < days[1]
+
+
+def test_without_tokens_the_steps_of_each_part_are_told() -> None:
     alone = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(FORWARD, at=100), "tokens": None})
     assert alone.days is None
     likely = alone.but(tflops_per_gpu=None)

@@ -137,8 +137,10 @@ def tokens_for(
         again = plan.but(tokens=n)
         return max(_figure(again, name) - budget for name, budget in budgets.items())
 
-    # the guess is right but for rounding
-    return solve(excess, max(1000, tokens - tokens // 10**6 - 1), 10**16)
+    low = max(1000, tokens - tokens // 10**6 - 1)  # the guess is right but for rounding ...
+    while low > 1000 and excess(low) > 0:  # ... and a recipe that changes after so many steps
+        low = max(1000, low * 9 // 10)
+    return solve(excess, low, 10**16)
 
 
 def rate_for(
