@@ -90,6 +90,7 @@ def _native(kind: Kind, a: Quantized, b: Quantized, dtype: torch.dtype, fast: bo
             return native.mx_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype)
         case "nv":
             rows_of = a.quantizer.scaling.tile()[0], b.quantizer.scaling.tile()[0]
-            return native.nv_mm(*a.parts, *b.parts, rows=rows_of, out_dtype=dtype)
+            (a_scale, *_), (b_scale, *_) = a.second, b.second  # a rotation's key comes last, where there is one
+            return native.nv_mm(a.codes, a.scales, a_scale, b.codes, b.scales, b_scale, rows=rows_of, out_dtype=dtype)
         case _:
             return native.scaled_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype, fast_accumulation=fast)

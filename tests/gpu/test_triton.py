@@ -386,7 +386,7 @@ def test_positions_beyond_thirty_one_bits(op, arguments, options, cuda):
 # -- products of tensor cores
 
 Q = sk.Quantizer
-PAIRS = {
+PAIRS: dict[str, Any] = {
     "tensor": (Q(sk.E4M3, sk.PerTensor()), Q(sk.E4M3, sk.PerTensor())),
     "tensor, e5m2": (Q(sk.E5M2, sk.PerTensor()), Q(sk.E4M3, sk.PerTensor())),
     "row": (Q(sk.E4M3, sk.PerRow()), Q(sk.E4M3, sk.PerRow())),
@@ -396,6 +396,7 @@ PAIRS = {
     "mx": (Q(sk.E4M3, sk.MX()), Q(sk.E4M3, sk.MX())),
     "nv": (Q(sk.E2M1, sk.NV()), Q(sk.E2M1, sk.NV())),
     "nv, tiles": (Q(sk.E2M1, sk.NV()), Q(sk.E2M1, sk.NV(16, 16))),
+    "nv, drawn signs": (sk.QUARTET_II.grad_weight.a, sk.QUARTET_II.grad_weight.b),
 }
 
 
@@ -403,6 +404,14 @@ def scattered(M, K, seed=0):
     """Rows and stretches of columns of different size, so that a scale in the wrong place shows."""
     x = torch.randn(M, K, generator=torch.Generator().manual_seed(seed))
     return (x * torch.exp2(torch.arange(M)[:, None] % 7 - 3.0) * torch.exp2(torch.arange(K) // 16 % 5 - 2.0)).bfloat16()
+
+
+def multiplied(m):
+    """The numbers that a product multiplies: of a rotated matrix, the rotated ones."""
+    if not m.quantizer.hadamard:
+        return m.dequantize(torch.float32).double()
+    values, scale = m.factors()
+    return values.double() * scale
 
 
 def needs_tensor_cores(pair, device):
@@ -431,11 +440,13 @@ def needs_tensor_cores(pair, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_native_products(pair, shape, dtype, fast, device):
     needs_tensor_cores(pair, device)
-    M, K, N = shape
+    (M, K, N), (q_a, q_b) = shape, pair
     scale = 2.0**-3 if dtype == torch.float16 else 1.0  # a sum of a float16 result ends at 65504
-    a, b = quantize(scattered(M, K) * scale, pair[0]), quantize(scattered(N, K, seed=1) * scale, pair[1])
-    exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
-    a, b = (sk.Quantized.of(m.quantizer, tuple(t.to(device) for t in m.parts), m.shape) for m in (a, b))
+    a = quantize(scattered(M, K) * scale, q_a)
+    b = quantize(scattered(N, K, seed=1) * scale, q_b, rotation=a.rotation)
+    exact = multiplied(a) @ multiplied(b).t()
+    there = {id(t): t.to(device) for m in (a, b) for t in m.parts}  # both have one key
+    a, b = (sk.Quantized.of(m.quantizer, tuple(there[id(t)] for t in m.parts), m.shape) for m in (a, b))
     y = products.product(a, b, dtype, fast)
     assert (y.shape, y.dtype) == ((M, N), dtype)
     # bfloat16's own rounding is at 50 dB; fast accumulation keeps 14 bits or so of the sum

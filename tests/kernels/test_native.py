@@ -158,6 +158,21 @@ def test_the_arguments_say_the_same_product_as_the_emulation(name, shape):
     assert sqnr_db(exact, products.product(a, b, torch.float32)) > 100  # which is emulated here
 
 
+@pytest.mark.parametrize("product", ["grad_input", "grad_weight"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_operands_that_drawn_signs_rotated_are_multiplied_too(monkeypatch, product, shape):
+    """What tensor cores multiply is the rotated matrices; the key of the signs, which is kept with the scales, is no factor."""
+    M, K, N = shape
+    gemm = getattr(sk.QUARTET_II, product)
+    a = quantize(gaussian(M, K), gemm.a, seed=2)
+    b = quantize(gaussian(N, K, seed=1), gemm.b, seed=3, rotation=a.rotation)
+    (x, x_scale), (w, w_scale) = a.factors(), b.factors()
+    exact = (x.double() * x_scale) @ (w.double() * w_scale).t()
+    monkeypatch.setattr(native, "available", lambda kind, device: kind == "nv")
+    monkeypatch.setattr(F, "scaled_mm", hardware)
+    assert sqnr_db(exact, products.product(a, b, torch.float32)) > 120
+
+
 class Called(TorchDispatchMode):
     """Names of the operations that are called."""
 
