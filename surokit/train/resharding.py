@@ -270,13 +270,14 @@ class _Plan:
         self._parts: dict[str, Part] = {}
         self._codes: dict[str, tuple[Part, dict[Place, Part]]] = {}
         coded: Mapping[str, str] = getattr(optimizer, "coded", {})
+        divided = next((key for key in ("exp_avg", "momentum_buffer") if key in keys), "")
         apart = {key: scale for key, scale in coded.items() if scale in keys and not self._is_here(key, scale, source)}
         for key in keys:
             if key in apart:
                 self._want_codes(key, apart[key], source)
             elif held_by(optimizer, p, key) != "own":
                 self._want(key, source)
-            elif key not in apart.values() and self._is_here("exp_avg", key, source):
+            elif key not in apart.values() and self._is_here(divided, key, source):
                 self._parts[key] = self.wanted[self._own(key)] = _whole(self._own(key), source)
             elif key not in apart.values() and 0 not in self._shape:
                 self.lost.add("keys")
@@ -288,7 +289,8 @@ class _Plan:
         return f"{OPTIM}{self._name}.{key}"
 
     def _is_here(self, divided: str, key: str, source: Source) -> bool:
-        """Return whether the checkpoint has this shard's own `key`: an entry divided as the parameter has a piece like it."""
+        """Return whether the checkpoint has this shard's own `key`: `divided`, an entry divided as the parameter, has a piece like
+        it."""
         empty = 0 in self._shape  # such a piece is not written
         same = empty or source.chunks(self._full(divided)).get(self._place) == self._shape
         return same and self._own(key) in source

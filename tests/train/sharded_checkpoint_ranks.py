@@ -65,7 +65,7 @@ CASES = {
     ),
     "qfp4": Case(sk.QFP4.lora(rank=4), Spec(AdamW, {"lr": 1e-3})),
     "8-bit": Case(sk.BF16, Spec(AdamW8bit, {"lr": 1e-3})),
-    "muon": Case(sk.BF16, Spec(Muon, {"lr": 1e-3})),
+    "muon": Case(sk.BF16, Spec(Muon, {"lr": 1e-3, "rounding": "stochastic"}), torch.bfloat16),
     "offload": Case(sk.BF16, _offload()),
     "zenflow": Case(sk.BF16, _zenflow()),
 }
