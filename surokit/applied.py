@@ -24,21 +24,26 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
+def in_copies(model: Any) -> Any:
+    """Return the model of which DistributedDataParallel has a copy in each process, and any other as it is."""
+    return model.module if type(model).__name__ == "DistributedDataParallel" else model
+
+
 def note_recipe(model: nn.Module, recipe: Recipe, part: int = 0) -> None:
     """Remember the recipe that was applied to a model and which of its parts computes; `recipe_of` and `part_of` return them."""
-    setattr(model, _RECIPE, recipe)
-    setattr(model, _PART, part)
+    setattr(in_copies(model), _RECIPE, recipe)
+    setattr(in_copies(model), _PART, part)
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
     """Return the recipe that `apply` gave this model last, or None."""
-    found = getattr(model, _RECIPE, None)
+    found = getattr(in_copies(model), _RECIPE, None)
     return found if isinstance(found, Recipe) else None
 
 
 def part_of(model: nn.Module) -> int:
     """Return which part of its recipe a model computes in; 0 where the recipe does not change."""
-    part: int = getattr(model, _PART, 0)
+    part: int = getattr(in_copies(model), _PART, 0)
     return part
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, overload
 import torch
 from torch import nn
 
-from surokit.applied import host_streams, is_adapter
+from surokit.applied import host_streams, is_adapter, recipe_of
 from surokit.nn.experts import Experts, ExpertsLinear, adopt_experts, is_experts, unsupported, weights_of
 from surokit.nn.linear import Linear
 from surokit.prequantized import codes_of, library_of
@@ -136,7 +136,8 @@ def rows_of(layer: Layer, tokens: int) -> float | None:
 def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Layer]], blocks: int) -> None:
     """Raise ValueError where a recipe cannot be applied to this model, or would not have the effect that it promises."""
     kinds = {c.__name__: c.__module__.partition(".")[0] for m in model.modules() for c in type(m).__mro__}
-    changes = recipe.frozen_base  # parameters come and go
+    own = recipe_of(model)
+    changes = recipe.frozen_base and not (own and own.has_parameters_of(recipe))  # parameters come and go
     if kinds.get("OptimizedModule") == "torch":
         raise ValueError(
             "The model is compiled, and its graphs hold the layers as they were: apply the recipe to the model that was given to "

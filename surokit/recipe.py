@@ -285,9 +285,7 @@ class Recipe:
             raise ValueError(
                 f"{recipe.name} changes itself: give its parts one by one, first.then(second, at=...).then(third, at=...)."
             )
-        one, other = self.without_values, recipe.without_values
-        kept = ("rules", "min_features", "pays") if self.storage else ()  # they say which layers are stored
-        if any(getattr(one, name) != getattr(other, name) for name in ("storage", "adapter", *kept)):
+        if not self.has_parameters_of(recipe):
             raise ValueError(
                 f"A run cannot go over from {self.name} to {recipe.name}: it would store weights in another way, or train other "
                 "parameters. Only products and kept layers may change; a session's fork() begins with any recipe."
@@ -298,6 +296,12 @@ class Recipe:
             )
         change = Change(at, recipe)
         return replace(self, name=f"{self.name} then {recipe.name} at {at!r}", later=(*self.later, change))
+
+    def has_parameters_of(self, recipe: Recipe) -> bool:
+        """Return whether a model has the same parameters under both: the same storage, layers that it stores, and adapters."""
+        one, other = self.without_values, recipe.without_values
+        kept = ("rules", "min_features", "pays") if self.storage else ()  # they say which layers are stored
+        return all(getattr(one, name) == getattr(other, name) for name in ("storage", "adapter", *kept))
 
     def keep_first(self, n: int) -> Recipe:
         """Keep the first n blocks bfloat16."""

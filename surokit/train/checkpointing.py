@@ -87,6 +87,7 @@ def _meta(session: Session) -> dict[str, Any]:
         "elapsed_s": session.elapsed_s,
         "run_s": session.run_s,
         "recipe": session.recipe.to_dict() if session.recipe else None,
+        "began_with": session.began_with.to_dict() if session.began_with else None,
         "part": part_of(model),
         "model": f"{class_of(model).__module__}.{class_of(model).__qualname__}",
         "trainable": [name for name, p in model.named_parameters() if p.requires_grad],
@@ -105,7 +106,7 @@ def _meta(session: Session) -> dict[str, Any]:
 def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Recipe | str | None) -> nn.Module:
     """Return the model of a checkpoint with its recipe and fusion, but not its weights yet; `model` where one is given."""
     meta = found.meta
-    saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+    saved = _saved_recipe(meta)
     given = saved if recipe is None else find_recipe(recipe)
     check_recipe(saved, given)
     if model is None:
@@ -147,6 +148,7 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
         peers.together(lambda: checkpoints.load_model(found, session.model))
         peers.together(lambda: fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
     saved, given = _saved_recipe(meta), session.recipe
+    session.began_with = _saved_recipe(meta, "began_with") or given
     if saved is not None and given is not None and saved.numbers != given.numbers:
         note_recipe(session.model, saved, part_of(session.model))  # with the changes that were made in the run
     if (part := meta.get("part", 0)) != part_of(session.model):
@@ -182,9 +184,9 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
 def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str, Any]) -> None:
     """Raise ResumeError where the checkpoint is of another recipe, other data or other trained parameters."""
     meta = found.meta
-    saved, given = _saved_recipe(meta), session.recipe
-    # a run that has changed its recipe goes on from where it began, as a script that is started again gives it
-    if not (saved and given and saved.later and saved.parts[0].numbers == given.parts[0].numbers):
+    saved, given, began_with = _saved_recipe(meta), session.recipe, _saved_recipe(meta, "began_with")
+    # a script that is started again gives what the run began with, whatever it was switched to
+    if not (given and began_with and given.numbers == began_with.numbers):
         check_recipe(saved, given)
     own, data = session.data.fingerprint, own_state.get("fingerprint", meta["data"])
     if data != own:
@@ -198,8 +200,8 @@ def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str,
         raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
 
 
-def _saved_recipe(meta: Mapping[str, Any]) -> Recipe | None:
-    return Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+def _saved_recipe(meta: Mapping[str, Any], name: str = "recipe") -> Recipe | None:
+    return Recipe.from_dict(found) if (found := meta.get(name)) else None
 
 
 def _load_parts(session: Session, found: checkpoints.Checkpoint, saved: Mapping[str, Any], peers: Peers) -> set[str]:

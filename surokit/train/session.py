@@ -194,7 +194,8 @@ class Session(Trainer):
         if recipe is not None and recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
-        check_changes(self.recipe, self.run_length, self.processes.layout)
+        self.began_with = self.recipe  # before anything was switched
+        check_changes(model, self.recipe, self.run_length, self.processes.layout)
         over = spread(model, self.processes, "sum")
         # a sentence on stored weights that are decoded once; shards are decoded where they are gathered
         self.decoded = "" if self.processes.layout.is_sharded else convert.keep_decoded(model)

@@ -120,8 +120,9 @@ def check_alone(model: nn.Module, parallel: Any) -> None:
         )
 
 
-def check_changes(recipe: Recipe | None, total: int | None, layout: Parallel) -> None:
-    """Raise ValueError where a recipe changes and nobody knows when, or where what processes exchange does not change with it.
+def check_changes(model: nn.Module, recipe: Recipe | None, total: int | None, layout: Parallel) -> None:
+    """Raise ValueError where a recipe changes and nobody knows when, or where the model or what processes exchange cannot change
+    with it.
 
     total: the steps of the run's schedule; None where none says.
     """
@@ -132,6 +133,11 @@ def check_changes(recipe: Recipe | None, total: int | None, layout: Parallel) ->
         raise ValueError(
             f"The changes of {recipe.name} come after {', '.join(map(str, steps))} steps: each has to come at least a step "
             "after the one before."
+        )
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise ValueError(
+            f"{recipe.name} changes, and this model is compiled, with its layers as they are: give the session the model that was "
+            "given to torch.compile, and compile=True."
         )
     if layout.is_sharded and layout.communicate == "codes":
         raise ValueError(

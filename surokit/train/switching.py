@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from surokit import convert
-from surokit.applied import note_recipe, part_of
+from surokit.applied import in_copies, note_recipe, part_of
 from surokit.parallel.spread import share_scales
 from surokit.recipe import Recipe, find_recipe
 from surokit.train.setup import check_changes
@@ -25,11 +25,16 @@ def switch(session: Session, recipe: Recipe | str) -> None:
     for change in before.later[: part_of(session.model)]:
         if change.step(session.run_length) < session.steps:  # else it computed nothing
             kept = kept.then(change.recipe, at=change.at)
-    after = kept.then(wanted, at=session.steps)
-    check_changes(after, session.run_length, session.processes.layout)
+    after = kept if wanted.numbers == kept.parts[-1].numbers else kept.then(wanted, at=session.steps)
+    check_changes(session.model, after, session.run_length, session.processes.layout)
     session.arrivals.drain(wait=True)
+    part = part_of(session.model)
     note_recipe(session.model, after)
-    _go_on_in(session, after, len(after.later))
+    try:
+        _go_on_in(session, after, len(after.later))
+    except ValueError:  # it cannot be applied to this model, which is as it was
+        note_recipe(session.model, before, part)
+        raise
 
 
 def follow(session: Session) -> None:
@@ -50,7 +55,7 @@ def _go_on_in(session: Session, recipe: Recipe, part: int) -> None:
 def go_over(session: Session, recipe: Recipe, part: int) -> None:
     """Let this part of the session's recipe compute; nobody is told."""
     trained = {name: p.requires_grad for name, p in session.model.named_parameters()}
-    convert.apply(session.model, recipe.parts[part])
+    convert.apply(in_copies(session.model), recipe.parts[part])
     for name, p in session.model.named_parameters():  # what a user has made trainable stays so
         p.requires_grad_(trained[name])
     note_recipe(session.model, recipe, part)

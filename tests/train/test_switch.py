@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import surokit as sk
 from surokit.applied import recipe_of
@@ -27,6 +32,14 @@ CHANGING = {
     "delayed": sk.FP8.then(sk.FP8_CURRENT, at=3).then(sk.FP8, at=5),
     "to bf16": sk.MXFP8.then(sk.BF16, at=0.15),  # of 20 steps
 }
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A group of processes that is this one alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def make(recipe: Any, **options: Any) -> Session:
@@ -158,8 +171,18 @@ def test_a_script_that_is_started_again_goes_on_with_what_was_switched(tmp_path:
     whole.run(3)
     again.run(3)
     assert_same_state(whole, again)
+    for other in (sk.FP8_ROWWISE, sk.FP8_CURRENT.then(sk.MXFP8, at=9)):
+        with refused(ResumeError):
+            make(other, run_dir=tmp_path / "run", exist="resume")
+
+
+def test_a_run_is_not_resumed_with_other_changes_than_it_was_given(tmp_path: Path) -> None:
+    begun = make(sk.FP8_CURRENT.then(sk.BF16, at=9), run_dir=tmp_path / "run")
+    begun.run(2)
+    begun.save()
     with refused(ResumeError):
-        make(sk.FP8_ROWWISE, run_dir=tmp_path / "run", exist="resume")
+        make(sk.FP8_CURRENT.then(sk.MXFP8, at=3), run_dir=tmp_path / "run", exist="resume")
+    assert make(begun.recipe, run_dir=tmp_path / "run", exist="resume").recipe == begun.recipe
 
 
 def test_another_precision_for_a_while_leaves_a_change_that_was_made_meanwhile() -> None:
@@ -168,6 +191,48 @@ def test_another_precision_for_a_while_leaves_a_change_that_was_made_meanwhile()
         session.run(2)
     layer = session.model.get_submodule("hidden")
     assert layer.precision.recipe == sk.FP8_ROWWISE  # type: ignore[union-attr]
+
+
+def test_a_model_that_the_user_gave_to_each_process_goes_over(one_process: None) -> None:
+    """DistributedDataParallel stands around the model that the recipe was applied to."""
+    model = Toy(width=32).bfloat16()
+    sk.apply(model, sk.FP8_CURRENT.then(sk.BF16, at=1))
+    session = make_session(DistributedDataParallel(model))
+    assert session.recipe == sk.FP8_CURRENT.then(sk.BF16, at=1)
+    session.run(2)
+    assert session.recipe_now == sk.BF16
+    assert model.get_submodule("hidden").precision is None
+
+
+def test_weights_that_are_sharded_go_over_with_their_adapters(one_process: None) -> None:
+    adapted = sk.FP8_CURRENT.lora(rank=2, targets=("hidden",))
+    after = adapted.but(forward=sk.BF16)
+    model = Toy(width=32).bfloat16()
+    sk.apply(model, adapted.then(after, at=2))
+    fully_shard(model.get_submodule("hidden"))
+    session = make_session(model)
+    session.run(3)
+    assert session.recipe_now == after
+    assert any(type(p).__name__ == "DTensor" for p in model.parameters())
+    with pytest.raises(ValueError, match="sharded already"):
+        sk.apply(model, sk.FP8_CURRENT.lora(rank=4, targets=("hidden",)))
+
+
+def test_a_switch_that_is_refused_leaves_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make(sk.FP8_CURRENT)
+    session.run(1)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("This cannot be applied.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("surokit.convert.apply", refuse)
+        with pytest.raises(ValueError, match="cannot be applied"):
+            session.switch(sk.MXFP8)
+    assert session.recipe == sk.FP8_CURRENT
+    session.run(1)
+    session.switch(sk.FP8_CURRENT)  # in which it is
+    assert session.recipe == sk.FP8_CURRENT
 
 
 def test_panels_are_told() -> None:
@@ -218,8 +283,11 @@ def test_what_cannot_change_is_refused() -> None:
     with refused(ValueError):
         make(sk.FP4.then(FORWARD, at=0.9), schedule=None)
     with refused(ValueError):
-        check_changes(sk.FP8.then(sk.BF16, at=2), 20, Parallel(shard=2, communicate="codes"))
-    check_changes(sk.FP8.then(sk.BF16, at=2), 20, Parallel(shard=2))
+        check_changes(Toy(), sk.FP8.then(sk.BF16, at=2), 20, Parallel(shard=2, communicate="codes"))
+    check_changes(Toy(), sk.FP8.then(sk.BF16, at=2), 20, Parallel(shard=2))
+    compiled: Any = torch.compile(Toy(), backend="eager")
+    with refused(ValueError):
+        check_changes(nn.Sequential(compiled), sk.FP8.then(sk.BF16, at=2), 20, Parallel())
     with refused(ValueError):
         make(sk.FP8.then(sk.BF16, at=0.5).then(sk.FP8, at=3))
     session = make(sk.FP8_CURRENT)
