@@ -228,5 +228,5 @@ def _scratch(elements: int) -> Tensor:
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < elements:
         with torch.inference_mode(False):
-            kept = _kept.buffer = torch.empty(elements, dtype=torch.float32)
+            kept = _kept.buffer = torch.empty(elements, dtype=torch.float32, device="cpu")
     return kept

@@ -33,7 +33,7 @@ from surokit.offload.written import Written, sync_master_
 from surokit.optim.parts import Held, Rows
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
-from surokit.optim.tensors import local, memory_order, scale_and_mask
+from surokit.optim.tensors import gradients_of, local, memory_order, scale_and_mask
 from surokit.torch_private import declare_amp_scaling, foreach_copy_
 
 if TYPE_CHECKING:
@@ -450,6 +450,5 @@ def _weight(p: Tensor) -> Tensor:
 
 def _gradient(p: Tensor) -> Tensor:
     """Return a parameter's gradient, in the order of the parameter's memory."""
-    assert p.grad is not None
-    W, g = local([p, p.grad])
+    (W,), (g,) = local([p]), gradients_of([p])
     return g.detach().permute(memory_order(W)).reshape(-1)

@@ -32,7 +32,7 @@ from surokit.offload.link import Link, PendingCopy
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
 from surokit.offload.swaps import Swaps
 from surokit.offload.written import adopt_before_, sync_master_
-from surokit.optim.tensors import local
+from surokit.optim.tensors import gradients_of, local
 
 TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
 SWAP_BYTES = 16 * 2**20  # of one that changes columns
@@ -103,8 +103,7 @@ class Columns:
     @property
     def gradient(self) -> Tensor:
         """Return the gradient as [O, I]."""
-        assert self.p.grad is not None
-        g = local([self.p.grad])[0]
+        (g,) = gradients_of([self.p])
         return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
 
     def _shape(self, t: Tensor) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from surokit.kernels.reference.random import bits
 from surokit.optim.parts import Held, Part, Place, overlaps
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import ADAMW_MOMENTS, adamw_states, decay_groups, given_order, in_groups_of
-from surokit.optim.tensors import is_sharded, local, on_device, scale_and_mask, shard_number
+from surokit.optim.tensors import gradients_of, is_sharded, local, on_device, scale_and_mask, shard_number
 from surokit.torch_private import declare_amp_scaling, foreach_add_, foreach_copy_, foreach_sub_, fused_adamw_
 
 Rounding = Literal["nearest", "stochastic"]
@@ -166,7 +166,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
-        params, grads = local(params), local([p.grad for p in params if p.grad is not None])
+        params, grads = local(params), gradients_of(params)
         moments, squares = local([s["exp_avg"] for s in states]), local([s["exp_avg_sq"] for s in states])
         steps = [s["step"] for s in states]
         device = params[0].device
@@ -356,7 +356,7 @@ class AdamW8bit(AdamW):
         scale, mask = scale_and_mask(self, large[0].device)
         best(adamw8bit_, large[0].device)(
             local(large),
-            local([p.grad for p in large if p.grad is not None]),
+            gradients_of(large),
             local([s["exp_avg"] for s in states]),
             local([s["exp_avg_sq"] for s in states]),
             [s["absmax"] for s in states],

@@ -20,17 +20,19 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     weight decay.
 
     Hidden is every parameter of two dimensions, and of three (one matrix for each expert), but those of embeddings, of the output
-    head, also where both share a weight, and of convolutions. Adapters of a hidden matrix are hidden matrices. The head is what
-    `get_output_embeddings()` gives, or a module called lm_head, or else the only one that has the shape of the embedding.
+    head, also where both share a weight, of convolutions, and biases, of which experts have a row each. Adapters of a hidden
+    matrix are hidden matrices. The head is what `get_output_embeddings()` gives, or a module called lm_head, or else the only one
+    that has the shape of the embedding.
     ValueError where there is no such module, or where nothing trains.
     """
     check_trains("Muon", list(model.parameters()))
     others = [*_embeddings(model), *_heads(model), *(m for m in model.modules() if isinstance(m, _CONVOLUTIONS))]
     outer = {id(p) for module in others for p in module.parameters()}
     groups: dict[str, list[Tensor]] = {"hidden": [], "others": [], "vectors": []}
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         if p.requires_grad:
-            kind = "hidden" if p.ndim in (2, 3) and id(p) not in outer else "others" if p.ndim >= 2 else "vectors"
+            is_vector = p.ndim < 2 or name.endswith("bias")
+            kind = "vectors" if is_vector else "hidden" if p.ndim in (2, 3) and id(p) not in outer else "others"
             groups[kind].append(p)
     return [
         {"params": params, "use_muon": kind == "hidden", "weight_decay": 0.0 if kind == "vectors" else weight_decay}

@@ -36,7 +36,7 @@ from surokit.optim.matrices import muon_groups, why_no_matrix
 from surokit.optim.owners import Holders, holders_of
 from surokit.optim.spec import Parameters
 from surokit.optim.states import adamw_states
-from surokit.optim.tensors import local, scale_and_mask
+from surokit.optim.tensors import gradients_of, local, scale_and_mask
 from surokit.torch_private import foreach_add_, foreach_sub_, muon_rate, orthogonal
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ class Muon(AdamW):
         if mask is not None:
             foreach_sub_(steps, [mask] * len(steps))
         how = _How(scale, mask, **options)
-        gradients = [p.grad for p in params if p.grad is not None]
-        parts = zip(local(params), local(gradients), local([s["momentum_buffer"] for s in states]))
+        parts = zip(local(params), gradients_of(params), local([s["momentum_buffer"] for s in states]))
         return [_matrices(*part, key, p.shape, how) for p, part, key in zip(params, parts, keys)]
 
     def _holders_of(self, p: Tensor) -> Holders:

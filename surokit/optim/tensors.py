@@ -16,6 +16,21 @@ def local(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to_local() if is_sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
 
 
+def gradients_of(params: list[Tensor]) -> list[Tensor]:
+    """Return the part of each parameter's gradient that this process holds, of those that have one.
+
+    A DTensor's gradient may be divided in another way than the parameter, or be a part of a sum (Partial): it is brought into
+    the parameter's layout first, which every process has to do.
+    """
+    grads = []
+    for p in params:
+        g: Any = p.grad
+        if is_sharded(p) and g is not None and g.placements != p.placements:  # type: ignore[attr-defined]
+            g = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+        grads.append(g)
+    return local([g for g in grads if g is not None])
+
+
 def memory_order(t: Tensor) -> list[int]:
     """Return the dimensions from the one with the largest stride to the one with the smallest."""
     strides = t.stride()

@@ -466,6 +466,16 @@ def test_what_a_system_does_not_say_is_left_to_torch(monkeypatch):
     )
 
 
+def test_kept_memory_is_on_the_cpu_whatever_the_default_device_is(monkeypatch):
+    monkeypatch.setattr(matmul, "_kept", threading.local())
+    a, b = matrices(512, 512, 512)
+    with kernels.converting(True):
+        with torch.device("meta"):
+            first = matmul.mm(a, b)
+        assert torch.equal(matmul.mm(a, b), first)
+        assert first.device.type == "cpu"
+
+
 def test_a_choice_is_told():
     for yes, backend in ((True, "float32"), (False, "torch")):
         with kernels.converting(yes):

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import surokit as sk
 from surokit.kernels.reference.adamw import adamw_
@@ -383,6 +388,25 @@ class TestGradientNorm:
     @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
     def test_carries_what_is_not_finite(self, bad: float) -> None:
         assert not gradient_norm([torch.ones(3), torch.tensor([1.0, bad]).bfloat16()]).isfinite()
+
+
+@pytest.mark.parametrize("kind", [sk.AdamW, sk.AdamW8bit, sk.OffloadAdamW, sk.ZenFlow, sk.Muon])
+def test_a_gradient_that_is_a_part_of_a_sum_is_summed_first(kind: Any) -> None:
+    """Copies that are updated by their own parts alone would drift apart."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        p = nn.Parameter(DTensor.from_local(torch.ones(64, 64), mesh, [Replicate()], run_check=False))
+        optimizer = kind([{"params": [p], **({"use_muon": True} if kind is sk.Muon else {})}], lr=1e-3)
+        counts = []
+        for placement in (Partial(), Replicate()):
+            p.grad = DTensor.from_local(torch.ones(64, 64), mesh, [placement], run_check=False)
+            with CommDebugMode() as seen:
+                optimizer.step()
+            counts.append(seen.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
+        assert counts[0] > counts[1] == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_steps_under_torch_s_gradient_scaler():

@@ -238,6 +238,18 @@ class TestHiddenMatrices:
         assert sum(p.ndim == 3 for name, p in model.named_parameters() if name in found) == 2
         assert {name.rpartition(".")[2] for name in found} == {"weight", "gate_up_proj", "down_proj"}
 
+    def test_biases_of_experts_are_vectors(self) -> None:
+        """[E, 2I] and [E, K] have two dimensions, and no matrix among them."""
+        experts = nn.ParameterDict(
+            {"up": torch.zeros(2, 4, 8), "up_bias": torch.zeros(2, 8), "down": torch.zeros(2, 8, 4)}
+        )
+        model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "experts": experts, "lm_head": nn.Linear(4, 9)})
+        optimizer: Any = sk.Muon(model, lr=1e-3)
+        hidden, _, vectors = optimizer.param_groups
+        assert [p.shape for p in hidden["params"]] == [(2, 8, 4), (2, 4, 8)]
+        assert [p.shape for p in vectors["params"]] == [(2, 8), (9,)]
+        assert vectors["weight_decay"] == 0
+
     def test_adapters(self) -> None:
         """A and B of a hidden matrix are hidden matrices, those of the head are not, and what is frozen is left out."""
         model = sk.Decoder(sk.DecoderConfig(**SMALL))
