@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors import safe_open
 
 import surokit as sk
 from surokit.convert import recipe_of
@@ -215,6 +216,23 @@ def test_an_adapter_over_another_storage_is_warned_of(other, tmp_path, recwarn):
     assert all(
         "storing weights as nf4 blocks of 64" in each and "Load the model with the recipe" in each for each in said
     )
+
+
+def test_what_an_adapter_was_made_for_stays_known(run, tmp_path):
+    """Over a resumed run, a merge that is undone, and a file that is read and written again: else nobody would be warned."""
+    _, folder = run
+    resumed, merged = sk.Session.resume(folder, made(), data=batches()).model, made()
+    sk.apply(merged, FITTED)
+    written = save_adapter(merged, tmp_path / "fresh")
+    sk.merge(merged)
+    sk.unmerge(merged)
+    again = made()
+    sk.apply(again, sk.QNF4)
+    with pytest.warns(UserWarning, match="The adapter in"):
+        load_adapter(again, written)
+    for name, model in {"resumed": resumed, "merged": merged, "again": again}.items():
+        with safe_open(save_adapter(model, tmp_path / name) / "adapter_model.safetensors", "pt") as file:
+            assert file.metadata()["surokit.storage"] == str(sk.QFP8.storage)
 
 
 def test_an_adapter_that_peft_made_by_loftq_is_read(tmp_path):

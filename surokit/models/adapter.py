@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     if experts:
         config["target_parameters"] = sorted({within_block(name) for name in experts})
     folder = Path(folder)
-    fitted = [layer for layer in adapted.values() if layer.taken_up is not None]
-    made_for = {_MADE_FOR: _storages(fitted)} if fitted else {}
+    fitted = sorted({layer.adapter_fits for layer in adapted.values()} - {""})
+    made_for = {_MADE_FOR: "; ".join(fitted)} if fitted else {}
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         with written_whole(folder) as draft:
@@ -149,7 +149,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
                 layer.remove_adapter()
             layer.add_adapter(lora, dtype if layer.storage else None)
             _read(layer, *(tensors[f"{_PREFIX}{names[name]}{suffix}"] for suffix in _SUFFIXES))
-        now = _storages(layers[name] for name in names)
+            layer.adapter_fits = tensors.metadata.get(_MADE_FOR, "")
+        now = "; ".join(sorted({str(layers[name].storage or "not quantized") for name in names}))
         then = tensors.metadata.get(_MADE_FOR, now)
     if then != now:
         warnings.warn(
@@ -158,11 +159,6 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             "adapter was made with.",
             stacklevel=2,
         )
-
-
-def _storages(layers: Iterable[Linear | ExpertsLinear]) -> str:
-    """Return how the layers' weights are stored, in words."""
-    return "; ".join(sorted({str(layer.storage or "not quantized") for layer in layers}))
 
 
 def merge(model: nn.Module, requantize: bool = False, keep: bool = True) -> int:

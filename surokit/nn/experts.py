@@ -338,6 +338,7 @@ class _BeforeMerging:
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_alpha: float
+    adapter_fits: str
 
 
 class ExpertsLinear(KeepsDecoded):
@@ -348,6 +349,7 @@ class ExpertsLinear(KeepsDecoded):
     """
 
     taken_up: TakenUp | None = None  # by all adapters, where they began with what quantizing the weights lost
+    adapter_fits = ""  # the storage whose error they began with, in words, whatever the weights are stored in by now
 
     def __init__(self, module: nn.Module, name: str, shape_ENK: tuple[int, int, int] | None = None) -> None:
         self.name = name
@@ -595,7 +597,7 @@ class ExpertsLinear(KeepsDecoded):
                 error_NK = w_NK.float() - self.stored_of(expert).dequantize(torch.float32)
                 a_rK, b_Nr = self.lora_A.detach()[expert], self.lora_B.detach()[expert]
                 taken.append(take_up(error_NK, a_rK, b_Nr, lora.alpha / lora.rank))
-            self.taken_up = added_up(taken)
+            self.adapter_fits, self.taken_up = str(self.storage), added_up(taken)
 
     def _set_adapter(self, a_ErK: nn.Parameter, b_ENr: nn.Parameter, alpha: float) -> None:
         module = self.module
@@ -606,6 +608,7 @@ class ExpertsLinear(KeepsDecoded):
 
     def remove_adapter(self) -> None:
         """Drop the adapter without merging it."""
+        self.adapter_fits = ""
         module = self.module
         del module.lora_A[self.name], module.lora_B[self.name]
         if not len(module.lora_A):
@@ -623,7 +626,8 @@ class ExpertsLinear(KeepsDecoded):
         before = self.storage
         if keep:
             held = self.weight.detach().clone() if before is None else (self.weight, *self.stored_scales)
-            self._before = _BeforeMerging(held, before, self.lora_A, self.lora_B, self.lora_alpha)
+            adapter = self.lora_A, self.lora_B, self.lora_alpha, self.adapter_fits
+            self._before = _BeforeMerging(held, before, *adapter)
         else:
             self._before = None
         if before is None:
@@ -670,7 +674,7 @@ class ExpertsLinear(KeepsDecoded):
             self.set_stored_parts(before.storage, [part.to(device) for part in before.weight])
         a_ErK, b_ENr = (nn.Parameter(p.to(device), p.requires_grad) for p in (before.lora_A, before.lora_B))
         self._set_adapter(a_ErK, b_ENr, before.lora_alpha)
-        self._before = None
+        self.adapter_fits, self._before = before.adapter_fits, None
 
     @property
     def can_unmerge(self) -> bool:

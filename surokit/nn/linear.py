@@ -93,6 +93,7 @@ class _BeforeMerging:
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix
     lora_alpha: float
+    adapter_fits: str
     compute_dtype: torch.dtype | None
 
 
@@ -114,6 +115,7 @@ class Linear(nn.Linear, KeepsDecoded):
     compute_dtype: torch.dtype | None = None  # of its products, whatever x has, where another library said so
     lora_alpha: float = 0.0
     taken_up: TakenUp | None = None  # by the adapter, where it began with what quantizing the weight lost
+    adapter_fits = ""  # the storage whose error it began with, in words, whatever the weight is stored in by now
     _before: _BeforeMerging | None = None
     frozen: QuantizedWeightCache | None = None  # codes of its weight and its siblings', where a stage keeps them
     plans: list[StagePlan] | None = None  # of the stage whose first layer it is, one for each way to call it
@@ -284,10 +286,12 @@ class Linear(nn.Linear, KeepsDecoded):
         self.lora_B.requires_grad_(True)
         if original is not None:
             error_NK = original.detach().float() - self.dense_weight(torch.float32)
+            self.adapter_fits = str(self.storage)
             self.taken_up = take_up(error_NK, self.lora_A.weight, self.lora_B.weight, lora.alpha / lora.rank)
 
     def remove_adapter(self) -> None:
         """Drop the adapter without merging it."""
+        self.adapter_fits = ""
         del self.lora_A, self.lora_B
         self.taken_up = None
 
@@ -308,7 +312,8 @@ class Linear(nn.Linear, KeepsDecoded):
         merged = base.to(wide) + delta * (self.lora_alpha / self.lora_rank)
         if keep:
             weight = before or self.weight.detach().clone()
-            self._before = _BeforeMerging(weight, self.lora_A, self.lora_B, self.lora_alpha, self.compute_dtype)
+            adapter = self.lora_A, self.lora_B, self.lora_alpha, self.adapter_fits
+            self._before = _BeforeMerging(weight, *adapter, self.compute_dtype)
         else:
             self._before = None
         if before is None:
@@ -341,7 +346,7 @@ class Linear(nn.Linear, KeepsDecoded):
         else:
             self.set_dense(before.weight.to(self.weight.device))
         self.lora_A, self.lora_B = before.lora_A.to(self.weight.device), before.lora_B.to(self.weight.device)
-        self.lora_alpha, self._before = before.lora_alpha, None
+        self.lora_alpha, self.adapter_fits, self._before = before.lora_alpha, before.adapter_fits, None
 
     @property
     def can_unmerge(self) -> bool:

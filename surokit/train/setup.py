@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from surokit import convert
 from surokit.applied import note_recipe
+from surokit.layers import OwnLayer, recipe_layers
 from surokit.optim.spec import Spec
 from surokit.optim.tensors import is_sharded
 from surokit.parallel.layout import Parallel
@@ -354,6 +355,10 @@ def apply_saved(model: nn.Module, recipe: Recipe) -> None:
     """Apply the recipe of a checkpoint, which has the values of adapters, so that none are computed of this model's weights."""
     convert.apply(model, recipe.without_values)
     note_recipe(model, recipe)
+    if recipe.adapter and recipe.adapter.fits_errors:
+        for _, layer in recipe_layers(model):
+            if isinstance(layer, OwnLayer) and layer.has_adapter and layer.storage is not None:
+                layer.adapter_fits = str(layer.storage)
 
 
 def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:
