@@ -2,7 +2,7 @@
 
 ratio: geometric mean over the rounds of tokens/s over the baseline's, with its bootstrap interval. Of a recipe that changes on the
 way each part has such a mean, and the ratio is that of the time of all steps: 1 / (sum of a part's share of the steps / its mean).
-matched: the ratio, up to there, times the baseline's steps to the target loss over this run's: progress, not tokens. The target is
+matched: the ratio, up to there, times the baseline's tokens to the target loss over this run's: progress, not speed. The target is
 given, or the lowest smoothed loss that every run has reached; in a race to a goal it is the goal, and steps are those after which a
 run was found to have reached it. All runs see the same batches, so that the noise of these cancels when two losses are compared.
 """
@@ -152,8 +152,7 @@ def outcome(
         to_target = None
         if n is not None:
             own_s = float(seconds[name][n - 1])
-            tokens = int(run.steps["tokens"][:n].sum())
-            to_target = n, tokens, own_s, None if price is None else own_s * price
+            to_target = n, _tokens(run, n), own_s, None if price is None else own_s * price
         rows.append(
             RunOutcome(
                 name=name,
@@ -163,7 +162,9 @@ def outcome(
                 ratio=ratio,
                 matched=None
                 if n is None or base_n is None
-                else _ratio(run, runs[baseline], shared[name], n, seed).times(base_n / n),
+                else _ratio(run, runs[baseline], shared[name], n, seed).times(
+                    _tokens(runs[baseline], base_n) / _tokens(run, n)
+                ),
                 predicted=run.prediction.ratio if run.prediction else None,
                 loss=float(mean[-1]) if len(mean) else math.nan,
                 held_out=run.held_out[-1][1] if run.held_out and run.held_out[-1][0] == _last_step(run) else None,
@@ -210,6 +211,10 @@ def _ratio(run: Run, baseline: Run, rounds: Sequence[int], steps: int, seed: int
         part: count for part, count in made.items() if part in found
     }  # one without a whole turn counts as the others do
     return harmonic_interval([found[part] for part in timed], list(timed.values()))
+
+
+def _tokens(run: Run, steps: int) -> int:
+    return int(run.steps["tokens"][:steps].sum())
 
 
 def _of_longest_part(run: Run, rounds: Sequence[int]) -> list[float]:
@@ -278,7 +283,7 @@ COLUMNS = {
     "ratio_high": "",
     "predicted": "ratio that was predicted",
     "matched": "ratio at equal loss",
-    "matched_low": "its interval, steps taken as exact",
+    "matched_low": "its interval, tokens to it taken as exact",
     "matched_high": "",
     "loss": "smoothed training loss after the last step",
     "held_out": "loss on held-out data",

@@ -60,6 +60,17 @@ def test_a_recipe_that_changes_is_as_fast_as_all_of_its_steps():
     assert found["b"].drift == pytest.approx(0)  # within a part
 
 
+def test_progress_is_told_in_tokens_where_steps_have_more_of_them():
+    """At equal tokens/s, twice the tokens a step: what counts is the time to the target."""
+    runs = {"a": made("a", 1.0, falling(84)), "b": made("b", 2.0, falling(84, rate=0.018), tokens=20)}
+    found = outcome(runs, "a")
+    assert found["b"].ratio.mid == pytest.approx(1.0)
+    assert found["b"].matched is not None
+    assert found["a"].to_target is not None
+    assert found["b"].to_target is not None
+    assert found["b"].matched.mid == pytest.approx(found["a"].to_target[2] / found["b"].to_target[2])
+
+
 def test_a_turn_in_which_the_recipe_changes_is_in_no_ratio():
     runs = {"a": made("a", 1.0, falling(84)), "b": changing((4.0, 2.0), (46,), falling(84))}
     found = outcome(runs, "a")
