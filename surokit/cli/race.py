@@ -48,14 +48,24 @@ def add(commands: Any) -> None:
         "--turn-s": "seconds of a turn",
         "--turn-steps": "or its steps",
         "--target-loss": "time to this loss is told",
-        "--until": "held-out loss that every run trains to",
         "--usd-per-gpu-hour": "price",
     }.items():
         race.add_argument(name, type=number, help=what, metavar="N")
+    race.add_argument("--until", type=_loss, metavar="LOSS", help="held-out loss that every run trains to")
     race.add_argument("--no-control", dest="control", action="store_false", help="without the baseline's twin")
     race.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep everything there, to be run again")
     race.add_argument("--plot", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
     race.set_defaults(run=run)
+
+
+def _loss(text: str) -> float:
+    try:
+        return number(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no held-out loss: write a number, as 3.2. A race to an accuracy on a task is one in Python, "
+            "surokit.race(..., until=surokit.Goal(0.9, task))"
+        ) from None
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,10 @@ class Goal:
     def __post_init__(self) -> None:
         if self.task is None:
             if isinstance(self.at, bool) or not isinstance(self.at, int | float) or not math.isfinite(self.at):
-                raise ValueError(f"race(until={self.at!r}): a held-out loss is a finite number, for example until=3.2.")
+                raise ValueError(
+                    f"race(until={self.at!r}): a held-out loss is a finite number, for example until=3.2; a share of a task is "
+                    "surokit.Goal(0.9, task)."
+                )
         elif not isinstance(self.task, Task):
             raise TypeError(f"Goal(task={self.task!r}): a task such as surokit.Addition(digits=2).")
         elif not 0 < self.at <= 1:

@@ -9,7 +9,7 @@ B batch, T tokens, N problems.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,19 +116,28 @@ class Grading:
             return {}
         return {self.name: self.task.right(session.model, self.problems).float().mean()}
 
-    def reached(self, accuracy: float) -> Callable[[Any], str]:
+    def reached(self, accuracy: float) -> Reached:
         """Return a condition for `session.stop_when`: it ends the run once a grade is at least `accuracy`.
 
         Raises ValueError where that is no share.
         """
         if not 0 < accuracy <= 1:
             raise ValueError(f"reached({accuracy}): an accuracy is a share above 0 and at most 1, for example 0.95.")
+        return Reached(self, accuracy)
 
-        def reached(record: Any) -> str:
-            found = record.meters.get(self.name, 0.0)
-            return f"{self.name} {found:.3f} at step {record.step}" if found >= accuracy else ""
 
-        return reached
+@dataclass(frozen=True)
+class Reached:
+    """A Reached is a function of a Record, for `session.stop_when`: it gives a reason once what `meter` found is at least
+    `accuracy`. The session needs that meter."""
+
+    meter: Grading
+    accuracy: float
+
+    def __call__(self, record: Any) -> str:
+        name = self.meter.name
+        found = record.meters.get(name, 0.0)
+        return f"{name} {found:.3f} at step {record.step}" if found >= self.accuracy else ""
 
 
 @contextmanager

@@ -94,9 +94,12 @@ class ProblemTask(Task):
         return Problems(self, batch, seed)
 
     def held_out(self, problems: int | None = None, batch: int = TESTS) -> list[Batch]:
-        """Return the first `problems` test problems (256), all different, as batches. Raises ValueError where there are fewer."""
+        """Return the first `problems` test problems (256, or all where there are fewer), all different, as batches.
+
+        Raises ValueError where there are fewer than are asked for.
+        """
         check_positive("batch", batch)
-        drawn = _tests(self, TESTS if problems is None else problems)
+        drawn = _tests(self, problems)
         return [batch_of(drawn.where(slice(at, at + batch))) for at in range(0, len(drawn.ids_NT), batch)]
 
     def right(self, model: nn.Module, problems: int | None = None, batch: int = TESTS) -> Tensor:
@@ -203,8 +206,9 @@ def is_test(identity_NK: Ints) -> Bools:
 
 
 @lru_cache(maxsize=64)
-def _tests(task: ProblemTask, problems: int) -> Drawn:
-    """Return the first `problems` different test problems in the order in which they are drawn."""
+def _tests(task: ProblemTask, asked: int | None) -> Drawn:
+    """Return the first `asked` different test problems in the order in which they are drawn; None: TESTS, as far as there are."""
+    problems = TESTS if asked is None else asked
     check_positive("problems", problems)
     random = np.random.default_rng(_TEST_SEED)
     kept: list[Drawn] = []
@@ -220,7 +224,7 @@ def _tests(task: ProblemTask, problems: int) -> Drawn:
                 seen.add(name)
                 kept.append(drawn.where([at]))
         vain = vain + 1 if len(seen) == before else 0
-    if len(seen) < problems:
+    if len(seen) < (1 if asked is None else problems):
         raise ValueError(
             f"{task} has {len(seen)} test problems, not {problems}: ask for fewer, or make the problems larger."
         )

@@ -186,6 +186,12 @@ class Journal:
                 raise ValueError(
                     f"stop_when({condition!r}): one of {', '.join(NAMES)}, or a function of a Record that returns True or a reason."
                 )
+            meter = getattr(condition, "meter", None)
+            if meter is not None and meter not in self._session.measuring.meters:
+                raise ValueError(
+                    f"stop_when({condition!r}): this session has no such meter, so that it would never stop: give it in "
+                    "Session(meters=[...])."
+                )
         self._conditions = tuple(conditions)
 
     def _fulfilled(self, condition: Condition, record: Record, verdict: Verdict) -> str:

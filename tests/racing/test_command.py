@@ -92,6 +92,12 @@ def test_a_race_of_a_script_is_not_reproduced_without_it(tmp_path, capsys, make)
     assert "rerun(model=..., data=...)" in capsys.readouterr().err
 
 
+def test_a_goal_that_is_a_task_is_one_of_python(capsys, text):
+    assert cli.main(["race", *SMALL, *text, "--until", "copying"]) == 2
+    assert "'copying' is no held-out loss" in (said := capsys.readouterr().err)
+    assert "surokit.Goal(0.9, task)" in said
+
+
 def test_how_adapters_begin(monkeypatch, capsys, text):
     asked: dict[str, object] = {}
 

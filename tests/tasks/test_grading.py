@@ -229,3 +229,13 @@ def test_what_cannot_be_reached_is_refused():
         Copying().meter(every=0)
     with refused(ValueError):
         Addition(1).meter(problems=256)
+    session = trained(Copying(2, 14), 1)
+    with refused(ValueError):
+        session.stop_when(meter.reached(0.9))
+
+
+def test_a_task_with_few_test_problems_takes_all_of_them():
+    task = Copying(size=4, symbols=4)
+    model = small(task)
+    assert 0 < task.grade(model).total < 256
+    assert sk.Goal(0.5, task).problems is None
