@@ -691,8 +691,9 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
     if taken := re.fullmatch(r"(.+)\(((?:[a-z-]+=[^,()]+(?:, )?)+)\)", name):
         pairs = (pair.split("=") for pair in taken[2].split(", "))
         others = {product.replace("-", "_"): other for product, other in pairs}
-        if others.keys() <= ROLES.keys():
-            return find_recipe(taken[1]).but(**others)
+        if unknown := others.keys() - ROLES.keys():
+            raise ValueError(f"{recipe!r}: there is no product {min(unknown)!r}, only {', '.join(ROLES)}.")
+        return find_recipe(taken[1]).but(**others)
     products, plus, storage = name.rpartition("+")
     if plus:
         found = find_recipe(products)

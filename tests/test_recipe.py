@@ -176,6 +176,8 @@ def test_recipes_are_found_by_name_and_the_nearest_is_suggested():
         find_recipe("zzz")
     with refused(ValueError):
         find_recipe("fp4 then bf16")
+    with refused(ValueError):
+        find_recipe("fp4 then fp4(forwrd=bf16) at 0.82")
     with refused(TypeError):
         find_recipe(8)  # type: ignore[arg-type]
 

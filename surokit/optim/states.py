@@ -54,6 +54,11 @@ def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     """
     check_state(optimizer, state_dict)
     name, here, saved = type(optimizer).__name__, optimizer.param_groups, state_dict["param_groups"]
+    made_by, made_for = (
+        "Muon" if any("use_muon" in group for group in groups) else "AdamW" for groups in (saved, here)
+    )
+    if made_by != made_for:
+        raise ValueError(f"The state is that of {made_by}, and this is {name}: go on with the optimizer that it is of.")
     sizes, held = ([len(group["params"]) for group in groups] for groups in (here, saved))
     if sizes == held:
         return state_dict

@@ -160,8 +160,11 @@ def differences(name: str, own: SessionWork, base_name: str, base: SessionWork) 
             if other is None:
                 continue
             a, b = (f"{other}, {each[other]}" for each in (a, b))
+        options = _options_that_differ(a, b) if field.name == "optimizer" else ""
+        if field.name == "optimizer" and not options:
+            a, b = _in_short(a), _in_short(b)
         found.append(difference(field.name, name, a, base_name, b))
-        if field.name == "optimizer" and (options := _options_that_differ(a, b)):
+        if options:
             text = f"{name!r} is trained with other options than {base_name!r}, {options}"
             found[-1] = replace(found[-1], text=text)
     if own.parameters != base.parameters:  # differences that follow from that one are not told
@@ -344,6 +347,12 @@ def _options_that_differ(own: str, base: str) -> str:
             if a.get(name) != b.get(name):
                 found[f"{name}: {a.get(name, 'none')} against {b.get(name, 'none')}"] = None
     return ", ".join(found)
+
+
+def _in_short(words: str) -> str:
+    """Return an optimizer's class and learning rates, of its `optimizer_words`."""
+    rates = dict.fromkeys(re.findall(r"\blr=([^,;)]+)", words))
+    return f"{words.partition('(')[0]} at lr={' and '.join(rates)}"
 
 
 def _plain(value: Any) -> Any:
