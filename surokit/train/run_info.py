@@ -72,12 +72,15 @@ def gpus_in(session: Session) -> int:
     return 0 if session.device.type == "cpu" else session.processes.world
 
 
-def gpus_of(device: torch.device) -> int:
-    """Return how many GPUs work on a run that this process is part of; 0 on a CPU."""
-    if device.type == "cpu":
-        return 0
-    sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if sharded else 1
+def world_size() -> int:
+    """Return how many processes train together with this one, itself included, whoever connected them."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if together else 1
+
+
+def gpus_of(device: torch.device, told: int | None = None) -> int:
+    """Return how many GPUs work on a run that this process is part of: as `told`, else one a process; 0 on a CPU."""
+    return 0 if device.type == "cpu" else told or world_size()
 
 
 FLOPS = (
