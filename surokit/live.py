@@ -219,6 +219,7 @@ class Live:
         self._stall_ms: float | None = None
         self._closing: list[Callable[[], object]] = []  # to do at the end
         self.observer: Observer | None = None
+        self._counted_at: int | None = None  # the length of the FLOPs a token that `info` has
         self._steps_by_optimizer = inner is not None
         self._waiting: list[_Waiting] = []  # for the optimizer's step
         self._shows = self._logs_before = (
@@ -317,7 +318,7 @@ class Live:
         late = []
         if not again:
             known = {"step": step, **self._time(), **known}
-            if not self._rows:
+            if not self._rows or self._is_longer_or_shorter():
                 self._find_device()
             late = self._measure(known)
             self._step = step
@@ -528,14 +529,21 @@ class Live:
             self._records.update(int(news["step"]), **values)
 
     def _find_device(self) -> None:
-        """Find the loop's device: by now a loop on a GPU has touched it, and asking wakes none that it leaves alone."""
+        """Find the loop's device and what it could do: by now a loop on a GPU has touched it, and asking wakes none that it leaves
+        alone."""
         device = _device()
         self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device, self._gpus))
         if self.observer is not None:
-            found = light_of_foreign(self.observer.model, device, self.observer.length)
+            self._counted_at = self.observer.lengths.mean
+            found = light_of_foreign(self.observer.model, device, self._counted_at)
             flops = FLOPS if found.flops_per_token else ""
             self.info = replace(self.info, **found._asdict(), flops=flops, model=type(self.observer.model).__name__)
         self._panel.on_info(self.info)
+
+    def _is_longer_or_shorter(self) -> bool:
+        """Return whether the FLOPs a token that are known are those of another length than the mean of the loop so far."""
+        seen, known = self.observer, self.info.flops_per_token is not None
+        return known and seen is not None and seen.lengths.has_left(self._counted_at)
 
     def _beat(self, state: str | None = None, now: bool = False) -> None:
         """Write run.json: a new state at once, a sign of life at most every two seconds or `now`."""

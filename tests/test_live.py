@@ -17,7 +17,8 @@ from surokit.runs import control, status
 from surokit.runs.control import RunControl
 from surokit.runs.jsonl import read
 from surokit.train import NoTargetsError
-from surokit.train.run_info import gpus_of
+from surokit.train.observing import Observer
+from surokit.train.run_info import Light, gpus_of
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
 from tests import clocks
@@ -690,6 +691,25 @@ def test_the_work_of_a_model_is_counted_by_a_named_convention(monkeypatch):
     assert found.flops_per_token == plan.flops_per_token
     assert found.peak_tflops
     assert "causal attention" in run_info.FLOPS
+
+
+def test_flops_are_told_anew_where_rows_get_longer(monkeypatch):
+    monkeypatch.setattr(
+        "surokit.live.light_of_foreign", lambda model, device, length: Light(float(length), 1.0, "a GPU")
+    )
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    told = []
+    with OpenLive(model=model, optimizer=optimizer) as live:
+        for ids in (torch.ones(2, 8), torch.ones(4, 8), torch.ones(1, 48)):
+            model(ids.long())["loss"].backward()
+            optimizer.step()
+            told.append(live.state.info.flops_per_token)
+    assert told == [8, 8, 28]
+    observer = Observer(model)
+    model(torch.ones(1, 12).long())
+    observer.see({"input_ids": torch.ones(1, 12).long(), "cu_seq_lens_q": torch.tensor([0, 4, 12])})
+    assert observer.lengths.mean == 9
 
 
 def test_a_loop_that_looks_can_answer_interrupts(live, capsys):

@@ -90,8 +90,8 @@ FLOPS = (
 
 
 def light_of(session: Session) -> Light:
-    """Return the model's FLOPs a token at the length last trained on, and the device's bf16 peak, whatever the recipe."""
-    return _light(session.model, session.device, session.length)
+    """Return the model's FLOPs a token at the mean length so far, and the device's bf16 peak, whatever the recipe."""
+    return _light(session.model, session.device, session.lengths.mean)
 
 
 def _light(model: Any, device: torch.device, length: int | None) -> Light:

@@ -81,6 +81,29 @@ def test_the_share_of_the_peak_counts_adapters_that_no_recipe_brought(monkeypatc
     assert session.info.flops
 
 
+@pytest.mark.parametrize(
+    ("batches", "mean"),
+    [
+        ([*make_batches(1, 8, 8), *make_batches(1, 2, 32)], 20),  # as many tokens of either
+        (
+            [{**make_batches(1, 1, 12)[0], "documents": torch.tensor([[0, 4, 12]], dtype=torch.int32)}],
+            7,
+        ),  # (16 + 64) / 12
+    ],
+    ids=["rows of two lengths", "documents kept apart"],
+)
+def test_attention_is_counted_at_the_mean_length(
+    batches: list[Batch], mean: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever batch came last."""
+    monkeypatch.setattr("surokit.train.run_info.device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    model = sk.Decoder(sk.DecoderConfig(layers=2, width=32, heads=2, kv_heads=1, vocab=VOCAB, ffn=64))
+    session = make_session(model, batches)
+    session.run(4)
+    session.device = torch.device("cuda")
+    assert session.info.flops_per_token == sk.plan(model, length=mean).flops_per_token
+
+
 def test_spread_and_drift() -> None:
     session = make_session()
     feed(session, [10.0] * 60 + [20.0] * 50)
