@@ -8,6 +8,7 @@ from surokit.serving import measures
 from surokit.serving.client import Answer
 from surokit.serving.driving import Delay, drive
 from surokit.serving.point import Point
+from surokit.serving.progress import Progress
 from surokit.serving.served import ServeBench
 from surokit.serving.workload import Workload, listed
 from tests.serving.virtual import DONE, Server, asking, event, run
@@ -102,6 +103,15 @@ def test_what_was_lost_counts_once_wherever_it_was(lost, keeps_up):
     answers = [dataclasses.replace(a, state="failed") if i in lost else a for i, a in enumerate(answers)]
     point = Point("a server", Workload(requests=1000, rate=10.0), tuple(answers))
     assert ServeBench([point]).saturation() == (point if keeps_up else None)
+
+
+def test_a_progress_counts_whole_answers(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = Progress()
+    answers = {i: dataclasses.replace(made(i, i, i + 1.0), state="failed" if i % 4 else "answered") for i in range(20)}
+    progress.tell_answers("2 a second", 40, answers, 10.0)
+    progress.show()
+    assert "5 of 40 answered, 10 s, 15 lost; 0.5 requests/s, first token after 100 ms" in capsys.readouterr().err
 
 
 def test_a_client_that_is_too_busy_says_so():
