@@ -48,7 +48,7 @@ from surokit.train.errors import NoTargetsError
 from surokit.train.marks import Mark, event_on
 from surokit.train.measuring import host_idle_frac
 from surokit.train.observing import Observer, Seen
-from surokit.train.run_info import FLOPS, device_name, gpus_of, light_of_foreign
+from surokit.train.run_info import FLOPS, device_name, gpus_of, light_of_foreign, world_size
 from surokit.train.setup import claim_folder, peak_gib
 from surokit.widgets.panel import Panel, View, ViewName
 from surokit.widgets.state import PanelState
@@ -147,7 +147,11 @@ class Live:
     "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
     a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels by hooks on it, and knows its
     FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each of its steps is logged as one;
-    `log` without a number then adds to the one that is worked at, or to the last one. clock: for tests.
+    `log` without a number then adds to the one that is worked at, or to the last one. gpus: how many work on the run, where that is
+    not one a process, as with DataParallel. clock: for tests.
+
+    Of several processes that one counts which has the panel, and takes the others for equal: tokens, rates, GPU hours and dollars
+    are of all. Where processes share a batch, as in tensor parallelism, `log(tokens=)` says how many there are.
 
     Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share; goodput and
     lost time only if that or `stall_ms` (waiting for a batch) is. Close it, or use it in a `with` block, for the final picture; in
@@ -169,6 +173,7 @@ class Live:
         buttons: bool = True,
         model: torch.nn.Module | None = None,
         optimizer: Any = None,
+        gpus: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if every <= 0:
@@ -177,10 +182,12 @@ class Live:
             raise ValueError(f"Live(exist={exist!r}): 'new' or 'resume'.")
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"Live(model={type(model).__name__}): a torch.nn.Module is needed.")
+        if gpus is not None and gpus < 1:
+            raise ValueError(f"Live(gpus={gpus}): how many GPUs work on the run, at least 1.")
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper steps it once for all parts
         if inner is not None and not hasattr(inner, "register_step_post_hook"):
             raise TypeError(f"Live(optimizer={type(optimizer).__name__}): an optimizer of torch or surokit is needed.")
-        self._clock = clock
+        self._clock, self._gpus = clock, gpus
         self.run_dir = claim_folder(run_dir, exist).folder
         self._records: Records | None = None
         self._status: StatusFile | None = None
@@ -212,6 +219,7 @@ class Live:
         self._stall_ms: float | None = None
         self._closing: list[Callable[[], object]] = []  # to do at the end
         self.observer: Observer | None = None
+        self._counted_at: int | None = None  # the length of the FLOPs a token that `info` has
         self._steps_by_optimizer = inner is not None
         self._waiting: list[_Waiting] = []  # for the optimizer's step
         self._shows = self._logs_before = (
@@ -249,9 +257,9 @@ class Live:
         step: its number, by default one more than the last. The same number again adds to that step, after the end too, as an
         evaluation does (which then waits for its value). Where an optimizer makes the steps, it is by default the step that is
         worked at, since a batch came or the model was called: what is logged before the optimizer's step waits for it. tokens:
-        trained on in this step. targets: how many of its labels count, such as (labels[:, 1:] != -100).sum(); at 0 the step has no
-        loss, and a warning stands on the panel. more: further columns of `frame()`; `eval_loss` (held-out loss), `lr`, `grad_norm`,
-        `peak_gib` and `idle_frac` (0..1) are drawn.
+        trained on in this step, by all processes. targets: how many of its labels count, such as (labels[:, 1:] != -100).sum(); at
+        0 the step has no loss, and a warning stands on the panel. more: further columns of `frame()`; `eval_loss` (held-out loss),
+        `lr`, `grad_norm`, `peak_gib` and `idle_frac` (0..1) are drawn.
 
         Raises TypeError for what is not a number, ValueError for a tensor of more elements or a step that goes back, NoTargetsError
         once no label counted in 5 steps in a row; what was logged is kept.
@@ -289,7 +297,9 @@ class Live:
         seen = Seen() if self.observer is None else self.observer.take()
         waiting, self._waiting = self._waiting, []
         given = set().union(*(w.names for w in waiting))
-        values = {"loss": seen.loss, "tokens": seen.tokens, "targets": seen.targets}
+        values = {"loss": seen.loss}
+        for name, count in (("tokens", seen.tokens), ("targets", seen.targets)):
+            values[name] = None if count is None else count * world_size()
         try:
             self._log(self._step + 1, {name: value for name, value in values.items() if name not in given})
         finally:  # where no label counts, too
@@ -308,7 +318,7 @@ class Live:
         late = []
         if not again:
             known = {"step": step, **self._time(), **known}
-            if not self._rows:
+            if not self._rows or self._is_longer_or_shorter():
                 self._find_device()
             late = self._measure(known)
             self._step = step
@@ -519,14 +529,21 @@ class Live:
             self._records.update(int(news["step"]), **values)
 
     def _find_device(self) -> None:
-        """Find the loop's device: by now a loop on a GPU has touched it, and asking wakes none that it leaves alone."""
+        """Find the loop's device and what it could do: by now a loop on a GPU has touched it, and asking wakes none that it leaves
+        alone."""
         device = _device()
-        self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device))
+        self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device, self._gpus))
         if self.observer is not None:
-            found = light_of_foreign(self.observer.model, device, self.observer.length)
+            self._counted_at = self.observer.lengths.mean
+            found = light_of_foreign(self.observer.model, device, self._counted_at)
             flops = FLOPS if found.flops_per_token else ""
             self.info = replace(self.info, **found._asdict(), flops=flops, model=type(self.observer.model).__name__)
         self._panel.on_info(self.info)
+
+    def _is_longer_or_shorter(self) -> bool:
+        """Return whether the FLOPs a token that are known are those of another length than the mean of the loop so far."""
+        seen, known = self.observer, self.info.flops_per_token is not None
+        return known and seen is not None and seen.lengths.has_left(self._counted_at)
 
     def _beat(self, state: str | None = None, now: bool = False) -> None:
         """Write run.json: a new state at once, a sign of life at most every two seconds or `now`."""

@@ -17,6 +17,8 @@ from surokit.runs import control, status
 from surokit.runs.control import RunControl
 from surokit.runs.jsonl import read
 from surokit.train import NoTargetsError
+from surokit.train.observing import Observer
+from surokit.train.run_info import Light, gpus_of
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
 from tests import clocks
@@ -244,6 +246,8 @@ def test_bad_input(live):
         live.log(grad=[1.0])
     with refused(ValueError):
         Live(every=0)
+    with refused(ValueError):
+        Live(gpus=0)
     live.log(loss=2.0)  # a refused call leaves nothing behind
     assert list(live.frame()["step"]) == [5, 6]
 
@@ -594,6 +598,27 @@ def test_a_model_and_its_optimizer_need_no_line_in_the_loop():
     assert not optimizer._optimizer_step_post_hooks
 
 
+def test_the_panel_of_one_process_counts_all(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = torch.full((2, 8), 3)
+    with OpenLive(model=model, optimizer=optimizer) as live:
+        for _ in range(2):
+            live.clock.now += 1.0
+            model(ids, labels=ids)["loss"].backward()
+            optimizer.step()
+        model(ids)["loss"].backward()
+        live.log(tokens=7)  # that the loop says is of all already
+        optimizer.step()
+    assert list(live.frame()["tokens"]) == [128, 128, 7]
+    assert list(live.frame()["targets"].fillna(0)) == [128, 128, 0]
+    assert list(live.frame()["loss"]) == [3.0, 3.0, 3.0]
+    cuda = torch.device("cuda")
+    assert (gpus_of(cuda), gpus_of(cuda, 2), gpus_of(torch.device("cpu"), 2)) == (8, 2, 0)
+
+
 @pytest.mark.parametrize("batches", [False, True])
 @pytest.mark.parametrize("knows_model", [False, True])
 def test_what_is_logged_before_the_optimizers_step_is_that_steps(knows_model, batches):
@@ -666,6 +691,25 @@ def test_the_work_of_a_model_is_counted_by_a_named_convention(monkeypatch):
     assert found.flops_per_token == plan.flops_per_token
     assert found.peak_tflops
     assert "causal attention" in run_info.FLOPS
+
+
+def test_flops_are_told_anew_where_rows_get_longer(monkeypatch):
+    monkeypatch.setattr(
+        "surokit.live.light_of_foreign", lambda model, device, length: Light(float(length), 1.0, "a GPU")
+    )
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    told = []
+    with OpenLive(model=model, optimizer=optimizer) as live:
+        for ids in (torch.ones(2, 8), torch.ones(4, 8), torch.ones(1, 48)):
+            model(ids.long())["loss"].backward()
+            optimizer.step()
+            told.append(live.state.info.flops_per_token)
+    assert told == [8, 8, 28]
+    observer = Observer(model)
+    model(torch.ones(1, 12).long())
+    observer.see({"input_ids": torch.ones(1, 12).long(), "cu_seq_lens_q": torch.tensor([0, 4, 12])})
+    assert observer.lengths.mean == 9
 
 
 def test_a_loop_that_looks_can_answer_interrupts(live, capsys):

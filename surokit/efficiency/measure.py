@@ -86,8 +86,8 @@ def _measured(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     ranks = RankProfiles.gather(found)
     if ranks is None:
         return None
-    assert session.tokens_per_step is not None
-    step_ms = 1e3 * session.tokens_per_step / summary.tokens_per_s
+    tokens_per_step = summary.tokens / summary.steps  # steps may differ
+    step_ms = 1e3 * tokens_per_step / summary.tokens_per_s
     # profiled steps are slower, so their shares count
     of = {
         name: ranks.summary[name] / ranks.summary["wall_ms"] * step_ms
@@ -96,7 +96,7 @@ def _measured(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return {
         "device": device_name(session.device),
         "tokens_per_s": summary.tokens_per_s,
-        "tokens_per_step": session.tokens_per_step,
+        "tokens_per_step": tokens_per_step,
         "communication_ms": of["transfer_ms"],
         "waiting_ms": of["skew_ms"],
         "computing_ms": of["compute_ms"],

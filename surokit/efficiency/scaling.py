@@ -42,9 +42,9 @@ FORMAT = 1
 class Rate:
     """A Rate is how fast a run was on some GPUs.
 
-    gpus: processes, each on a GPU of its own, or on a share of a CPU. tokens_per_s: of all together, sustained. tokens_per_step:
-    of all together. communication_ms, waiting_ms, computing_ms: milliseconds of a step, the mean of the ranks: communication that
-    nothing hides while data moves, and while another rank is waited for, and time in which the rank computes; None where no
+    gpus: processes, each on a GPU of its own, or on a share of a CPU. tokens_per_s: of all together, sustained. tokens_per_step: of
+    all together, the mean. communication_ms, waiting_ms, computing_ms: milliseconds of a step, the mean of the ranks: communication
+    that nothing hides while data moves, and while another rank is waited for, and time in which the rank computes; None where no
     profile says. planned: nobody measured it.
     """
 
@@ -270,6 +270,9 @@ class Scaling:
         return figure
 
 
+FEWER = (
+    0.9  # times the tokens of a rank before, below which a batch is smaller: where lengths differ, chance makes some
+)
 PARTS = ("communication", "waiting", "smaller_batches", "rest")
 _HEADER = ("GPUs", "tokens/s", "efficiency", "step ms", "lost", "communication", "waiting", "smaller batches", "rest")
 
@@ -283,7 +286,7 @@ def _loss(since: Rate, to: Rate) -> Loss:
     shares = {name: growth / whole for name, growth in grown.items() if growth is not None}
     assert since.tokens_per_step is not None
     assert to.tokens_per_step is not None
-    fewer = to.tokens_per_step / to.gpus < since.tokens_per_step / since.gpus
+    fewer = to.tokens_per_step / to.gpus < FEWER * since.tokens_per_step / since.gpus
     smaller = shares["computing_ms"] if fewer else 0.0
     rest = total - shares["communication_ms"] - shares["waiting_ms"] - smaller
     return Loss(since.gpus, to.gpus, total, shares["communication_ms"], shares["waiting_ms"], smaller, rest)

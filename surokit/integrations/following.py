@@ -148,8 +148,10 @@ class Following:
         """Return the profile of the steps that `profile=` names, once they are done; else None."""
         return None if self._window is None else self._window.profile
 
-    def _open(self, model: Any, *, total: int | None, recipe: str, step: int, driver: str) -> Live:
-        """Open the panel of a training that begins behind `step`. driver: the module whose functions train."""
+    def _open(
+        self, model: Any, *, total: int | None, recipe: str, step: int, driver: str, gpus: int | None = None
+    ) -> Live:
+        """Open the panel of a training that begins behind `step`. driver: the module whose functions train. gpus: as for Live."""
         for other in list(Following._open_ones):
             if other is not self and not other._trains():
                 other._close("ended without a word")
@@ -175,6 +177,7 @@ class Following:
             view=self.view,
             buttons=self._alone,
             model=model if isinstance(model, torch.nn.Module) else None,
+            gpus=gpus,
         )
         live.at_close(self._leave)
         self._training = next((f for f in _calls(sys._getframe()) if f.f_globals.get("__name__") == driver), None)

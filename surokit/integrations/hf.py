@@ -88,6 +88,7 @@ class LiveCallback(Following, TrainerCallback):
             recipe="bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "",
             step=state.global_step,
             driver="transformers.trainer",
+            gpus=args.n_gpu if args.n_gpu > 1 else None,  # DataParallel: one process drives them all
         )
         if model is not None and asked_precision() == "fp8" and not computes_in_fp8(model):
             warnings.warn(

@@ -93,13 +93,13 @@ def throughput(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def kept_up(answers: Sequence[Answer]) -> float:
-    """Return how fast requests were answered over how fast they arrived: from the first to the last of each. nan for fewer than two
-    answers."""
-    whole = [a.done for a in answered(answers)]
-    due = [a.due for a in answers]
-    if len(whole) < 2 or not (took := max(whole) - min(whole)):
+    """Return how fast requests that were answered were, over how fast they arrived: from the first to the last of each. What was
+    lost is in neither. nan for fewer than two answers."""
+    whole = answered(answers)
+    done, due = [a.done for a in whole], [a.due for a in whole]
+    if len(whole) < 2 or not (took := max(done) - min(done)):
         return math.nan
-    return (len(whole) - 1) / took * (max(due) - min(due)) / (len(due) - 1)
+    return (max(due) - min(due)) / took
 
 
 def answered(answers: Sequence[Answer]) -> list[Answer]:

@@ -36,13 +36,13 @@ class Progress:
         """Take the answers of a workload so far."""
         recent = list(answers.values())[-_RECENT:]
         whole = measures.answered(recent)
-        lost = sum(a.state != "answered" for a in answers.values())
-        text = f"{name}: {len(answers):,} of {requests:,} answered, {seconds:.0f} s"
-        if lost:
+        count = len(measures.answered([*answers.values()]))
+        text = f"{name}: {count:,} of {requests:,} answered, {seconds:.0f} s"
+        if lost := len(answers) - count:
             text += f", {lost:,} lost"
         if whole and seconds:
             first = float(np.median(measures.ttft_ms(whole)))
-            text += f"; {len(answers) / seconds:.3g} requests/s, first token after {first:.3g} ms"
+            text += f"; {count / seconds:.3g} requests/s, first token after {first:.3g} ms"
         self.tell(text)
 
     def point(self, line: str) -> None:

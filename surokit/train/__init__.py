@@ -14,6 +14,7 @@ pace.py              what each process of several does alone, so that the slowes
 meters.py            numerics: each layer's quantization, measured during training
 events.py            subscribers, told of each step once its values have arrived
 run_status.py        what else is told of a run: what it is, how it stands, what ends it; run_info.py
+lengths.py           how long the rows and documents are that tokens stand in
 diagnose.py          which layer was not finite
 evaluation.py        evaluation and samples, without a trace in the run
 checkpointing.py     save, resume, fork: what of a session outlasts a run

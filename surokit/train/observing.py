@@ -18,6 +18,7 @@ from surokit.layers import Layer, OwnLayer, is_left_quantized, recipe_layers
 from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.recipe import Recipe, count_blocks
+from surokit.train.lengths import Lengths
 
 
 class Seen(NamedTuple):
@@ -37,12 +38,12 @@ class Observer:
     """An Observer counts what a model in training mode is given, from one `take` to the next, until it is removed.
 
     A causal language model of transformers predicts no first token, so the first label of a row never counts there; of others every
-    label that is not -100 does. length: of the rows in the first batch, or of its documents where it says where they begin.
+    label that is not -100 does. lengths: of the rows, or of the documents of a row on the mean where it says where they begin.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.length: int | None = None
+        self.lengths = Lengths()
         self.called = False  # since the last `take`
         self._shifts = any(getattr(m, "loss_type", None) == "ForCausalLM" for m in model.modules())
         self._seen, self._losses = Seen(), 0
@@ -103,8 +104,8 @@ class Observer:
         tokens, targets = self._seen.tokens, self._seen.targets
         given = _tokens_in(args, inputs)
         if given is not None:
-            count, length = given
-            self.length = self.length or length
+            count, elements, length = given
+            self.lengths.add(elements, length)
             tokens = count if tokens is None else tokens + count
         labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
         if isinstance(shifted, Tensor):
@@ -144,8 +145,9 @@ def count_targets(count: Tensor | None, labels: Any) -> Tensor | None:
     return here if count is None else count + here
 
 
-def _tokens_in(args: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[int | Tensor, int] | None:
-    """Return the tokens in the arguments of a call and the length of their rows; None where there are no tokens."""
+def _tokens_in(args: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[int | Tensor, int, float] | None:
+    """Return the tokens in the arguments of a call, how many there are with padding, and the length of their rows; None where
+    there are no tokens."""
     ids = inputs.get("input_ids", args[0] if args else None)
     embedded = inputs.get("inputs_embeds")
     if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim():
@@ -156,10 +158,10 @@ def _tokens_in(args: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[int | 
         return None
     mask, begins = inputs.get("attention_mask"), inputs.get("cu_seq_lens_q")
     if isinstance(mask, Tensor) and mask.shape == shape:
-        return (mask != 0).sum(), shape[-1]
+        return (mask != 0).sum(), shape.numel(), shape[-1]
     if isinstance(begins, Tensor) and begins.numel() > 1:  # documents in one row, which do not see each other
-        return shape.numel(), max(1, shape.numel() // (begins.numel() - 1))
-    return shape.numel(), shape[-1]
+        return shape.numel(), shape.numel(), shape.numel() / (begins.numel() - 1)
+    return shape.numel(), shape.numel(), shape[-1]
 
 
 # -- what was applied

@@ -72,31 +72,40 @@ def gpus_in(session: Session) -> int:
     return 0 if session.device.type == "cpu" else session.processes.world
 
 
-def gpus_of(device: torch.device) -> int:
-    """Return how many GPUs work on a run that this process is part of; 0 on a CPU."""
-    if device.type == "cpu":
-        return 0
-    sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if sharded else 1
+def world_size() -> int:
+    """Return how many processes train together with this one, itself included, whoever connected them."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if together else 1
 
 
-FLOPS = "6 FLOPs a weight and token, fewer where weights are frozen, plus causal attention; recompute does not count"
+def gpus_of(device: torch.device, told: int | None = None) -> int:
+    """Return how many GPUs work on a run that this process is part of: as `told`, else one a process; 0 on a CPU."""
+    return 0 if device.type == "cpu" else told or world_size()
+
+
+FLOPS = (
+    "6 FLOPs a weight and token, fewer where weights are frozen below adapters or stored quantized (frozen by hand they count "
+    "as if they trained), plus causal attention; recompute does not count"
+)
 
 
 def light_of(session: Session) -> Light:
-    """Return the model's FLOPs a token at the length last trained on, and the device's bf16 peak, whatever the recipe."""
-    return _light(session.model, session.device, session.length, session.recipe)
+    """Return the model's FLOPs a token at the mean length so far, and the device's bf16 peak, whatever the recipe."""
+    return _light(session.model, session.device, session.lengths.mean)
 
 
-def _light(model: Any, device: torch.device, length: int | None, recipe: Any) -> Light:
-    """Return a model's FLOPs a token in rows of `length` tokens, by the convention FLOPS, and the device's bf16 peak."""
+def _light(model: Any, device: torch.device, length: int | None) -> Light:
+    """Return a model's FLOPs a token in rows of `length` tokens, by the convention FLOPS and with the adapters that it has, and the
+    device's bf16 peak."""
     if device.type != "cuda":
         return Light(None, None, f"no peak rate is known for {device.type}")
     from surokit.planner import count_flops, find_gpu, read_shape
+    from surokit.planner.inputs.introspect import read_own
 
     try:
         tflops, name = find_gpu(device_name(device)).peak()
         shape, _ = read_shape(model)
+        recipe = read_own(model).arguments.get("recipe")
     except (ValueError, TypeError, FileNotFoundError) as error:
         return Light(None, None, str(error))
     if tflops is None:
@@ -106,14 +115,11 @@ def _light(model: Any, device: torch.device, length: int | None, recipe: Any) ->
 
 
 def light_of_foreign(model: Any, device: torch.device, length: int | None) -> Light:
-    """Return the Light of a model in a loop that is not ours, with the recipe and the adapters that it has; one that cannot be
-    described has none."""
-    from surokit.planner.inputs.introspect import read_own
-
+    """Return the Light of a model in a loop that is not ours; one that cannot be described has none."""
     found = Light(None, None, "the model's work is not known")
     for part in (model, *model.children()):  # a LightningModule holds the model that has a shape
         try:
-            found = _light(part, device, length, read_own(part).arguments.get("recipe"))
+            found = _light(part, device, length)
         except Exception as error:
             found = Light(None, None, f"the model's work is not known ({type(error).__name__}: {error})")
         if found.flops_per_token is not None:

@@ -56,6 +56,7 @@ class Journal:
         self._total: int | None = getattr(session.schedule, "steps", None)
         self._started = 0.0
         self._light: tuple[int | None, Light] | None = None
+        self._counted_at: int | None = None  # the length of the FLOPs a token that `info` has
         self._health = Health()
         self._conditions: tuple[Condition, ...] = ()
         self._ended_by: Condition | None = None  # the run before
@@ -66,8 +67,8 @@ class Journal:
     def describe(self) -> RunInfo:
         """Return the RunInfo as far as it is known now."""
         session = self._session
-        if self._light is None or self._light[0] != session.length:
-            self._light = session.length, _light(session)
+        if self._light is None or self._light[0] != session.lengths.mean:
+            self._light = session.lengths.mean, _light(session)
         return describe(session, self._total, self._started, self._light[1], resumes=not session.control.is_nested)
 
     def begin(self, total: int | None) -> None:
@@ -109,7 +110,7 @@ class Journal:
         self._session.subscribers.emit("on_end", reason)
 
     def _tell_info(self) -> None:
-        self.info = self.describe()
+        self.info, self._counted_at = self.describe(), self._session.lengths.mean
         self._session.subscribers.emit("on_info", self.info)
 
     def changed(self) -> None:
@@ -171,14 +172,19 @@ class Journal:
 
     def take_in(self, record: Record, verdict: Verdict) -> None:
         """Take in a record that was judged and told, and stop the run where a condition holds."""
-        if self.info is not None and self.info.tokens_per_step is None:
-            self._tell_info()  # the first step has shown how many
+        if self.info is not None and (self.info.tokens_per_step is None or self._is_longer_or_shorter()):
+            self._tell_info()  # the first step has shown how many tokens it has
         for condition in self._conditions:
             if why := self._fulfilled(condition, record, verdict):
                 again = callable(condition) and condition is self._ended_by and record.step <= self._began + AGAIN
                 if not self._session.control.reason:
                     self._ended_by = condition
                 self._session.control.stop(f"stopped: {why}" + ", again: stop_when() clears it" * again)
+
+    def _is_longer_or_shorter(self) -> bool:
+        """Return whether the FLOPs a token that were told are those of another length than the mean of the run so far."""
+        known = self.info is not None and self.info.flops_per_token is not None
+        return known and self._session.lengths.has_left(self._counted_at)
 
     def stop_when(self, conditions: Sequence[Condition]) -> None:
         for condition in conditions:

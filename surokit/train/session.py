@@ -53,6 +53,7 @@ from surokit.train.diagnose import Finding
 from surokit.train.engine import Engine
 from surokit.train.evaluation import Evaluation
 from surokit.train.events import Arrivals, Subscriber, Subscribers
+from surokit.train.lengths import Lengths
 from surokit.train.measuring import Attachable, Measuring, Meter
 from surokit.train.meters import Numerics
 from surokit.train.peers import ALONE, peers_of
@@ -227,6 +228,7 @@ class Session(Trainer):
         self.step_s = 0.0  # the part of elapsed_s that is this session's own: a fork begins anew
         self.redone_s = 0.0
         self.length: int | None = None
+        self.lengths = Lengths()
         self.tokens_per_step: int | None = None
         self.usd_per_gpu_hour: float | None = None
         self._panel: Panel | None = None
@@ -417,6 +419,8 @@ class Session(Trainer):
             self.data.waited_ms = 0.0
             self.tokens += record.tokens
             self.tokens_per_step, self.length = record.tokens, batches[0]["input_ids"].shape[1]
+            for batch in batches:
+                self.lengths.add_batch(batch)
             self.records.append(record)
             self.arrivals.expect(record, parts, random)
         self.arrivals.drain()

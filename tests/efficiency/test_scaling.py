@@ -46,6 +46,12 @@ def test_computing_that_grows_with_fewer_tokens_is_called_so() -> None:
     assert loss.rest == pytest.approx(0, abs=1e-12)
 
 
+def test_chance_calls_no_batch_smaller() -> None:
+    (loss,) = Scaling([Rate(1, 10_000, 1000, 0, 0, 100), Rate(2, 16_000, 1998, 10, 0, 115)]).losses
+    assert loss.smaller_batches == 0
+    assert loss.rest == pytest.approx(loss.total - 10 / (1e3 * 1998 / 16_000))
+
+
 def test_rates_of_another_machine_have_no_parts() -> None:
     found = Scaling.of({1: 1000, 2: 1900, 4: 3500}, tokens_per_step=512, device="4 of another")
     assert [loss.total for loss in found.losses] == pytest.approx([0.05, 1 - 3500 / 3800])
@@ -144,6 +150,11 @@ def test_a_function_is_measured_on_the_numbers_that_are_missing(
     assert sum(filter(None, parts)) <= two.step_ms
     assert Scaling.load(tmp_path / "scaling.json").rates == found.rates
     assert "measuring 2 processes" in capfd.readouterr().err
+
+
+def test_a_step_has_the_mean_of_all_steps_tokens() -> None:
+    found = sk.scale(trains_for_scale, 24, (12, 24), gpus=(1,))
+    assert found[1].tokens_per_step == (4 * 12 + 4 * 24) / 2, "not those of the last step that was profiled"
 
 
 def test_a_function_that_returns_no_session_is_told() -> None:

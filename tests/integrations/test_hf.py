@@ -87,6 +87,15 @@ def test_three_steps(trainer):
     assert callback.view.ended == ["done"]
 
 
+def test_the_gpus_of_data_parallel_are_counted(trainer, monkeypatch):
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 2)
+    monkeypatch.setattr("surokit.live.gpus_of", lambda device, told=None: told or 1)
+    run, callback = trainer(include_num_input_tokens_seen=True)
+    run.train()
+    assert callback.live.info.gpus == 2
+    assert list(callback.live.frame()["tokens"]) == [32, 32, 32]
+
+
 def test_an_evaluation_after_training_leaves_the_end_as_it_is(trainer):
     run, callback = trainer()
     run.train()

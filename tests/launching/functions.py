@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,10 @@ def forgets_to_return() -> None:
     threading.Event().wait()
 
 
-def trains_for_scale(steps: int) -> sk.Session:
-    """Trains on batches of 48 tokens for each process, and returns the session."""
-    session = sk.Session(Toy(), make_batches(), parallel=COPIES, schedule=None)
+def trains_for_scale(steps: int, lengths: Sequence[int] = (12,) * 7) -> sk.Session:
+    """Trains on batches of four rows, of these lengths in turn, for each process, and returns the session."""
+    batches = [batch for length in lengths for batch in make_batches(1, length=length)]
+    session = sk.Session(Toy(), batches, parallel=COPIES, schedule=None)
     session.run(steps)
     return session
 

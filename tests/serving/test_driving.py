@@ -1,10 +1,15 @@
 """Workloads on a clock that jumps: when requests are sent, and what is measured of all of them together."""
 
+import dataclasses
+
 import pytest
 
 from surokit.serving import measures
 from surokit.serving.client import Answer
 from surokit.serving.driving import Delay, drive
+from surokit.serving.point import Point
+from surokit.serving.progress import Progress
+from surokit.serving.served import ServeBench
 from surokit.serving.workload import Workload, listed
 from tests.serving.virtual import DONE, Server, asking, event, run
 
@@ -88,6 +93,25 @@ def test_a_server_keeps_up_where_it_answers_as_fast_as_requests_arrive(latency_s
     assert measures.kept_up([made(i, due, due + latency_s) for i, due in enumerate(dues)]) == pytest.approx(1)
     slow = [made(i, due, 1.25 * due + latency_s) for i, due in enumerate(dues)]
     assert measures.kept_up(slow) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("lost", "keeps_up"), [(range(16, 1000, 33), True), (range(970, 1000), True), (range(940, 1000), False)]
+)
+def test_what_was_lost_counts_once_wherever_it_was(lost, keeps_up):
+    answers = [made(i, 0.1 * i, 0.1 * i + 1) for i in range(1000)]
+    answers = [dataclasses.replace(a, state="failed") if i in lost else a for i, a in enumerate(answers)]
+    point = Point("a server", Workload(requests=1000, rate=10.0), tuple(answers))
+    assert ServeBench([point]).saturation() == (point if keeps_up else None)
+
+
+def test_a_progress_counts_whole_answers(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = Progress()
+    answers = {i: dataclasses.replace(made(i, i, i + 1.0), state="failed" if i % 4 else "answered") for i in range(20)}
+    progress.tell_answers("2 a second", 40, answers, 10.0)
+    progress.show()
+    assert "5 of 40 answered, 10 s, 15 lost; 0.5 requests/s, first token after 100 ms" in capsys.readouterr().err
 
 
 def test_a_client_that_is_too_busy_says_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import surokit as sk
 from surokit.runs.records import Record
 from surokit.runs.status import RunInfo, read_status
 from surokit.train import run_status
+from surokit.train.run_info import Light
 from surokit.train.session import Session
 from tests.clocks import PATIENCE_S, Clock, until
 from tests.refusals import refused, warned
@@ -159,6 +161,19 @@ class TestJournal:
         ]
         assert [info.tokens_per_step for info in listener.of("info")] == [None, None, 48]
         assert listener.of("note") == [(0, "before"), (3, "after")]
+
+    def test_flops_are_told_anew_where_batches_get_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            "surokit.train.run_status.light_of", lambda session: Light(float(session.lengths.mean or 0), 1.0, "a GPU")
+        )
+        listener = Listener()
+        session = make_session(data=make_batches(3, 4, 12) + make_batches(1, 4, 60))
+        session.subscribe(
+            SimpleNamespace(on_step=lambda record: session.info)
+        )  # who asks changes nothing of what is told
+        session.subscribe(listener)
+        session.run(4)
+        assert [info.flops_per_token for info in listener.of("info")] == [0, 0, 12, 42]
 
     def test_how_it_stands(self, tmp_path: Path) -> None:
         session = make_session(run_dir=tmp_path / "run", meters=[At(2, lambda s: s.control.pause())])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from surokit.train.run_info import Light
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
 from tests.refusals import refused
-from tests.train.toys import Toy, make_batches, make_session
+from tests.train.toys import VOCAB, Toy, make_batches, make_session
 
 
 def feed(session: Session, wall_ms: list[float], idle: float = 0.2, tokens: int = 1000, stall_ms: float = 0.0) -> None:
@@ -64,6 +65,43 @@ def test_several_gpus_cost_and_could_do_as_many_times_more(monkeypatch: pytest.M
     assert summary.lost_gpu_hours == pytest.approx(4 * (0.2 * 0.99 + 0.01) / 3600)
     assert summary.lost_usd == pytest.approx(3.6 * summary.lost_gpu_hours)
     assert "4 x H100 SXM" in repr(summary)
+
+
+def test_the_share_of_the_peak_counts_adapters_that_no_recipe_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surokit.train.run_info.device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    model = sk.Decoder(sk.DecoderConfig(layers=2, width=32, heads=2, kv_heads=1, vocab=VOCAB, ffn=64))
+    whole = sk.plan(model, length=12).flops_per_token
+    model.requires_grad_(False)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)
+    session = make_session(model)
+    session.run(1)
+    session.device = torch.device("cuda")
+    assert session.recipe is None
+    assert session.info.flops_per_token == sk.plan(model, length=12).flops_per_token < 0.8 * whole
+    assert session.info.flops
+
+
+@pytest.mark.parametrize(
+    ("batches", "mean"),
+    [
+        ([*make_batches(1, 8, 8), *make_batches(1, 2, 32)], 20),  # as many tokens of either
+        (
+            [{**make_batches(1, 1, 12)[0], "documents": torch.tensor([[0, 4, 12]], dtype=torch.int32)}],
+            7,
+        ),  # (16 + 64) / 12
+    ],
+    ids=["rows of two lengths", "documents kept apart"],
+)
+def test_attention_is_counted_at_the_mean_length(
+    batches: list[Batch], mean: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever batch came last."""
+    monkeypatch.setattr("surokit.train.run_info.device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    model = sk.Decoder(sk.DecoderConfig(layers=2, width=32, heads=2, kv_heads=1, vocab=VOCAB, ffn=64))
+    session = make_session(model, batches)
+    session.run(4)
+    session.device = torch.device("cuda")
+    assert session.info.flops_per_token == sk.plan(model, length=mean).flops_per_token
 
 
 def test_spread_and_drift() -> None:
