@@ -297,7 +297,7 @@ class Live:
         seen = Seen() if self.observer is None else self.observer.take()
         waiting, self._waiting = self._waiting, []
         given = set().union(*(w.names for w in waiting))
-        values = {"loss": seen.loss}
+        values: dict[str, Any] = {"loss": seen.loss}
         for name, count in (("tokens", seen.tokens), ("targets", seen.targets)):
             values[name] = None if count is None else count * world_size()
         try:

@@ -604,7 +604,8 @@ def test_the_panel_of_one_process_counts_all(monkeypatch):
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ids = torch.full((2, 8), 3)
-    with OpenLive(model=model, optimizer=optimizer) as live:
+    live = OpenLive(model=model, optimizer=optimizer)
+    with live:
         for _ in range(2):
             live.clock.now += 1.0
             model(ids, labels=ids)["loss"].backward()
@@ -704,6 +705,7 @@ def test_flops_are_told_anew_where_rows_get_longer(monkeypatch):
         for ids in (torch.ones(2, 8), torch.ones(4, 8), torch.ones(1, 48)):
             model(ids.long())["loss"].backward()
             optimizer.step()
+            assert live.state.info is not None
             told.append(live.state.info.flops_per_token)
     assert told == [8, 8, 28]
     observer = Observer(model)
