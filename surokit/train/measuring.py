@@ -62,9 +62,7 @@ class Measuring:
         self.router_use = _router_use(model)
         self.meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
         self.watch = _device_watch(device)
-        self._before: Mark | None = (
-            None  # the end of the step before, or the beginning of the loop; None outside of one
-        )
+        self._before: Mark | None = None  # the end of the step before, or the beginning of the loop
 
     @property
     def watchers(self) -> list[Watcher]:
@@ -74,7 +72,7 @@ class Measuring:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Count the time between steps in the block as part of the steps."""
+        """Count the time before the first step of the block as that step's; what comes after the block is no step's."""
         if self.watch is not None:
             self.watch.start()
         self._before = Mark(time.perf_counter(), None)
@@ -158,24 +156,23 @@ class Measuring:
     ) -> Record:
         """Return the record of the step that the session has just counted, which `start` and `end` enclose."""
         end_s = time.perf_counter()  # with the meters, which are the step's
-        before, in_loop = self._before or start, self._before is not None
+        before, follows = self._before or start, self._before is not None
         wall_s = end_s - before.host_s
         offload_ms: float | None = getattr(session.optimizer, "device_stall_ms", None)
         if offload_ms is not None:  # can exceed the step's time, as waits of others by the same link are in it
             host["offload_ms"] = offload_ms = min(offload_ms, 1e3 * wall_s)
-        if self.device.type != "cuda" and in_loop and wall_s > 0:
+        if self.device.type != "cuda" and follows and wall_s > 0:
             host["idle_frac"] = host_idle_frac(end_s - start.host_s - (offload_ms or 0.0) / 1e3, wall_s)
         if self.watch is not None:
             latest = self.watch.latest  # once: its thread puts another in its place
             host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
-        stall_ms = session.data.waited_ms if in_loop else 0.0
+        stall_ms = session.data.waited_ms if follows else 0.0
         if self.pace is not None:
             self.pace.waited(stall_ms)
             host |= self.pace.columns()
         session.elapsed_s += wall_s
         session.step_s += wall_s
-        if in_loop:
-            self._before = Mark(end_s, end.event)
+        self._before = Mark(end_s, end.event)
         return Record(
             step=session.steps,
             lr=lr,
@@ -184,7 +181,7 @@ class Measuring:
             stall_ms=stall_ms,
             peak_gib=peak_gib(self.device),
             elapsed_s=session.elapsed_s,
-            late=Deferred(values, host, start.event, end.event, before.event if in_loop else None),
+            late=Deferred(values, host, start.event, end.event, before.event if follows else None),
         )
 
 

@@ -369,7 +369,6 @@ class Session(Trainer):
         for every, work in ((self.eval_every, self.evaluate), (self.save_every, self._save)):
             if every and self.steps % every == 0:
                 work()
-                self.measuring.restart()
         self.random.snapshot()
 
     def _step(self, batches: Sequence[Batch], tokens: int | None = None) -> Record:
@@ -648,7 +647,9 @@ class Session(Trainer):
         """
         self.arrivals.drain(wait=wait)
         self.records.flush()
-        return self.saving.save(wait)
+        path = self.saving.save(wait)
+        self.measuring.restart()
+        return path
 
     def _save(self) -> None:
         self.save(wait=not self.save_async)
