@@ -44,7 +44,8 @@ class RunInfo:
     flops_per_token: of the model, forward and backward (an MFU's numerator), and peak_tflops: what one GPU could do in bf16;
     `peak` is that rate's name, or why there is none; `flops` names the convention by which flops_per_token is counted.
     usd_per_gpu_hour: as given, never assumed. resumes: the next run() goes on from where one ends, which a run in a race does not.
-    started: seconds since 1970 when this run began; in a race not its turn.
+    started: seconds since 1970 when this run began; in a race not its turn. ran_s: wall time of the run when this was said, in
+    seconds; 0 for a fork, which has no part in what its parent took.
     """
 
     title: str = ""
@@ -65,6 +66,7 @@ class RunInfo:
     pid: int = 0
     host: str = ""
     started: float = 0.0
+    ran_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain numbers and strings."""
