@@ -204,6 +204,10 @@ class Live:
         self._step = self._empty_steps = 0
         self._nothing_counts = False  # in several steps in a row, and nobody was told yet
         self._logged_s: float | None = clock()
+        self._opened_s, self._ran_s = (
+            clock(),
+            0.0,
+        )  # since when the loop runs, and how long it had run before it was closed
         self._paused_at_s = 0.0
         self._elapsed_s = 0.0
         self._before = self._began = Mark(
@@ -322,6 +326,7 @@ class Live:
             self._late.append((row, news, late))
         else:
             self._arrived(row, news)
+        self.state.run_s = self._run_s()
         self._drain(wait=self._closed or len(self._late) > KEEP)
         if self._closed and self._records is not None:
             self._records.flush()
@@ -437,6 +442,7 @@ class Live:
         `log` after it opens a new panel."""
         if self._closed:
             return
+        self.state.run_s = self._ran_s = self._run_s()
         self._closed = True
         self._logged_s = None
         self._unwatch_cell()
@@ -473,11 +479,15 @@ class Live:
     ) -> None:
         self.close(None if error is None else ending_of(error))
 
+    def _run_s(self) -> float:
+        """Return the seconds that the loop has run so far, with all that is no step."""
+        return self._ran_s + (0.0 if self._closed else self._clock() - self._opened_s)
+
     def _time(self) -> dict[str, float]:
         """Return the wall time since the last step, or since the panel was opened."""
         now = self._clock()
         if self._closed:  # a loop that goes on
-            self._closed = False
+            self._closed, self._opened_s = False, now
             self._watch_cell()
             self.control.again()
             self._beat("running")
@@ -539,7 +549,7 @@ class Live:
             return
         self._beat_at = seconds + EVERY_S
         events = [event.to_dict() for event in self.state.events]
-        self._status.beat(self.info, self._standing, self._step, events, now=True, run_s=self._elapsed_s)
+        self._status.beat(self.info, self._standing, self._step, events, now=True, run_s=self._run_s())
 
     # -- the notebook cell: its end is the last chance for a picture when a loop fails without closing
 

@@ -9,8 +9,7 @@ message>". Only an interrupt (Ctrl-C) is "interrupted".
 heartbeat: seconds since 1970 when it was written. The training thread writes it: at the start, when a run pauses or goes on, at
 the end, and between steps at most every two seconds. A step, an evaluation or a checkpoint that takes longer is silence, so
 a heartbeat that is some seconds old does not mean that the run has gone.
-run_s: wall time of the run so far in seconds, with evaluations, checkpoints, pauses, and steps that a resume took again; of a loop
-that is not ours the time of its steps.
+run_s: wall time of the run so far in seconds, with evaluations, checkpoints, pauses, and steps that a resume took again.
 events: what Health saw and what `session.note` said, as dicts of step, kind, text and suggestion; the last `EVENTS` of them.
 
 It is written whole, under another name and renamed, so a reader never sees half of it. Knows no torch.
