@@ -38,12 +38,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from surokit.runs.control import RunControl
+from surokit.runs.jsonl import read
 from surokit.runs.records import Deferred, Records
 from surokit.runs.requests import PAUSE, SAVE, STOP
-from surokit.runs.status import EVERY_S, RunInfo, StatusFile
+from surokit.runs.status import EVERY_S, RunInfo, Status, StatusFile, read_status
 from surokit.train.errors import NoTargetsError
 from surokit.train.marks import Mark, event_on
 from surokit.train.measuring import host_idle_frac
@@ -141,13 +144,14 @@ class LoopControl(RunControl):
 class Live:
     """A Live is a panel that is fed by hand; it keeps the numbers that it was given.
 
-    title: first words of the panel. every: shortest time between two pictures, in seconds. total: number of steps
-    planned, for progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for
-    the records, which `sk.watch` follows; None writes nothing. exist: where it has content already, "new" takes the next free name,
-    "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
-    a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels by hooks on it, and knows its
-    FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each of its steps is logged as one;
-    `log` without a number then adds to the one that is worked at, or to the last one. clock: for tests.
+    title: first words of the panel. every: shortest time between two pictures, in seconds. total: number of steps planned, for
+    progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for the
+    records, which `sk.watch` follows; None writes nothing. exist: where it has content already, "new" takes the next free name,
+    "resume" goes on in it, in its time too, and a step at or before its last one replaces what came after. view: "auto",
+    "widget", "svg", "text" or a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels
+    by hooks on it, and knows its FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each
+    of its steps is logged as one; `log` without a number then adds to the one that is worked at, or to the last one. clock: for
+    tests.
 
     Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share; goodput and
     lost time only if that or `stall_ms` (waiting for a batch) is. Close it, or use it in a `with` block, for the final picture; in
@@ -186,6 +190,7 @@ class Live:
         self._status: StatusFile | None = None
         if self.run_dir is not None:
             self._records, self._status = Records(self.run_dir / "records.jsonl"), StatusFile(self.run_dir)
+        self._earlier = _Earlier() if self.run_dir is None else _Earlier.of(self.run_dir)
         self.control = LoopControl(self)
         self.info = RunInfo(
             title or "",
@@ -196,6 +201,7 @@ class Live:
             pid=os.getpid(),
             host=socket.gethostname(),
             started=time.time(),
+            ran_s=self._earlier.run_s,
         )
         state = PanelState(title or "", recipe=recipe, total=total)
         self._panel = Panel(state, view=view, control=self.control if buttons else None, every_s=every, clock=clock)
@@ -311,6 +317,8 @@ class Live:
             )
         late = []
         if not again:
+            if not self._rows:
+                self._elapsed_s = self._earlier.elapsed_s(before=step)
             known = {"step": step, **self._time(), **known}
             if not self._rows:
                 self._find_device()
@@ -549,7 +557,9 @@ class Live:
             return
         self._beat_at = seconds + EVERY_S
         events = [event.to_dict() for event in self.state.events]
-        self._status.beat(self.info, self._standing, self._step, events, now=True, run_s=self._run_s())
+        step = self._step if self._rows else self._earlier.step
+        run_s = self._earlier.run_s + self._run_s()
+        self._status.beat(self.info, self._standing, step, events, now=True, run_s=run_s)
 
     # -- the notebook cell: its end is the last chance for a picture when a loop fails without closing
 
@@ -584,6 +594,29 @@ def ending_of(error: BaseException) -> str:
 def _device() -> torch.device:
     """Return the device that the loop computes on, as far as that shows."""
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+class _Earlier(NamedTuple):
+    """An _Earlier holds what a folder says of a loop that goes on in it: its last step, its wall time, when its steps ended."""
+
+    step: int = 0
+    run_s: float = 0.0
+    ends: tuple[NDArray[np.float64], NDArray[np.float64]] = (np.empty(0), np.empty(0))  # steps and their elapsed_s
+
+    @classmethod
+    def of(cls, run_dir: Path) -> _Earlier:
+        """Return what the folder says; nothing of an empty one."""
+        path, status = run_dir / "records.jsonl", read_status(run_dir) or Status()
+        columns = read(path) if path.exists() else {}
+        found = cls(
+            status.step, status.run_s or 0.0, (columns["step"], columns["elapsed_s"]) if columns else cls().ends
+        )
+        return found._replace(run_s=max(found.run_s, found.elapsed_s()))  # where there is no run.json
+
+    def elapsed_s(self, before: float = math.inf) -> float:
+        """Return the seconds of all steps before one."""
+        steps, elapsed_s = self.ends
+        return float(np.fmax.reduce(elapsed_s[steps < before], initial=0.0))
 
 
 class _Waiting(NamedTuple):
