@@ -521,6 +521,7 @@ class Session(Trainer):
         max_new_tokens: at most; where not given 64, or as many as the model's max_length has room for. tokenizer: the data's
         where not given; else whatever surokit.load_tokenizer takes.
         """
+        self.arrivals.drain(wait=True)
         text = evaluation.sample(self, prompt, max_new_tokens, temperature, seed, tokenizer)
         self.measuring.restart()
         return text
@@ -548,6 +549,7 @@ class Session(Trainer):
 
         ValueError without a tokenizer or a template, and where the conversation is none or the template refuses it.
         """
+        self.arrivals.drain(wait=True)
         reply = evaluation.chat(self, messages, max_new_tokens, temperature, seed, tokenizer, template)
         self.measuring.restart()
         return reply
