@@ -38,12 +38,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from surokit.runs.control import RunControl
+from surokit.runs.jsonl import read
 from surokit.runs.records import Deferred, Records
 from surokit.runs.requests import PAUSE, SAVE, STOP
-from surokit.runs.status import EVERY_S, RunInfo, StatusFile
+from surokit.runs.status import EVERY_S, RunInfo, Status, StatusFile, read_status
 from surokit.train.errors import NoTargetsError
 from surokit.train.marks import Mark, event_on
 from surokit.train.measuring import host_idle_frac
@@ -141,14 +144,14 @@ class LoopControl(RunControl):
 class Live:
     """A Live is a panel that is fed by hand; it keeps the numbers that it was given.
 
-    title: first words of the panel. every: shortest time between two pictures, in seconds. total: number of steps
-    planned, for progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for
-    the records, which `sk.watch` follows; None writes nothing. exist: where it has content already, "new" takes the next free name,
-    "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
-    a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels by hooks on it, and knows its
-    FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each of its steps is logged as one;
-    `log` without a number then adds to the one that is worked at, or to the last one. gpus: how many work on the run, where that is
-    not one a process, as with DataParallel. clock: for tests.
+    title: first words of the panel. every: shortest time between two pictures, in seconds. total: number of steps planned, for
+    progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for the
+    records, which `sk.watch` follows; None writes nothing. exist: where it has content already, "new" takes the next free name,
+    "resume" goes on in it, in its time too, and a step at or before its last one replaces what came after. view: "auto",
+    "widget", "svg", "text" or a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels
+    by hooks on it, and knows its FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each
+    of its steps is logged as one; `log` without a number then adds to the one that is worked at, or to the last one. gpus: how
+    many work on the run, where that is not one a process, as with DataParallel. clock: for tests.
 
     Of several processes that one counts which has the panel, and takes the others for equal: tokens, rates, GPU hours and dollars
     are of all. Where processes share a batch, as in tensor parallelism, `log(tokens=)` says how many there are.
@@ -193,6 +196,7 @@ class Live:
         self._status: StatusFile | None = None
         if self.run_dir is not None:
             self._records, self._status = Records(self.run_dir / "records.jsonl"), StatusFile(self.run_dir)
+        self._earlier = _Earlier() if self.run_dir is None else _Earlier.of(self.run_dir)
         self.control = LoopControl(self)
         self.info = RunInfo(
             title or "",
@@ -203,6 +207,7 @@ class Live:
             pid=os.getpid(),
             host=socket.gethostname(),
             started=time.time(),
+            ran_s=self._earlier.run_s,
         )
         state = PanelState(title or "", recipe=recipe, total=total)
         self._panel = Panel(state, view=view, control=self.control if buttons else None, every_s=every, clock=clock)
@@ -211,6 +216,8 @@ class Live:
         self._step = self._empty_steps = 0
         self._nothing_counts = False  # in several steps in a row, and nobody was told yet
         self._logged_s: float | None = clock()
+        self._opened_s = clock()  # since when the loop runs
+        self._ran_s = 0.0  # how long it had run before it was closed
         self._paused_at_s = 0.0
         self._elapsed_s = 0.0
         self._before = self._began = Mark(
@@ -317,6 +324,8 @@ class Live:
             )
         late = []
         if not again:
+            if not self._rows:
+                self._elapsed_s = self._earlier.elapsed_s(before=step)
             known = {"step": step, **self._time(), **known}
             if not self._rows or self._is_longer_or_shorter():
                 self._find_device()
@@ -332,6 +341,7 @@ class Live:
             self._late.append((row, news, late))
         else:
             self._arrived(row, news)
+        self.state.run_s = self._run_s()
         self._drain(wait=self._closed or len(self._late) > KEEP)
         if self._closed and self._records is not None:
             self._records.flush()
@@ -447,6 +457,7 @@ class Live:
         `log` after it opens a new panel."""
         if self._closed:
             return
+        self.state.run_s = self._ran_s = self._run_s()
         self._closed = True
         self._logged_s = None
         self._unwatch_cell()
@@ -483,11 +494,15 @@ class Live:
     ) -> None:
         self.close(None if error is None else ending_of(error))
 
+    def _run_s(self) -> float:
+        """Return the seconds that the loop has run so far, with all that is no step."""
+        return self._ran_s + (0.0 if self._closed else self._clock() - self._opened_s)
+
     def _time(self) -> dict[str, float]:
         """Return the wall time since the last step, or since the panel was opened."""
         now = self._clock()
         if self._closed:  # a loop that goes on
-            self._closed = False
+            self._closed, self._opened_s = False, now
             self._watch_cell()
             self.control.again()
             self._beat("running")
@@ -556,7 +571,9 @@ class Live:
             return
         self._beat_at = seconds + EVERY_S
         events = [event.to_dict() for event in self.state.events]
-        self._status.beat(self.info, self._standing, self._step, events, now=True, run_s=self._elapsed_s)
+        step = self._step if self._rows else self._earlier.step
+        run_s = self._earlier.run_s + self._run_s()
+        self._status.beat(self.info, self._standing, step, events, now=True, run_s=run_s)
 
     # -- the notebook cell: its end is the last chance for a picture when a loop fails without closing
 
@@ -591,6 +608,29 @@ def ending_of(error: BaseException) -> str:
 def _device() -> torch.device:
     """Return the device that the loop computes on, as far as that shows."""
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+class _Earlier(NamedTuple):
+    """An _Earlier holds what a folder says of a loop that goes on in it: its last step, its wall time, when its steps ended."""
+
+    step: int = 0
+    run_s: float = 0.0
+    ends: tuple[NDArray[np.float64], NDArray[np.float64]] = (np.empty(0), np.empty(0))  # steps and their elapsed_s
+
+    @classmethod
+    def of(cls, run_dir: Path) -> _Earlier:
+        """Return what the folder says; nothing of an empty one."""
+        path, status = run_dir / "records.jsonl", read_status(run_dir) or Status()
+        columns = read(path) if path.exists() else {}
+        found = cls(
+            status.step, status.run_s or 0.0, (columns["step"], columns["elapsed_s"]) if columns else cls().ends
+        )
+        return found._replace(run_s=max(found.run_s, found.elapsed_s()))  # where there is no run.json
+
+    def elapsed_s(self, before: float = math.inf) -> float:
+        """Return the seconds of all steps before one."""
+        steps, elapsed_s = self.ends
+        return float(np.fmax.reduce(elapsed_s[steps < before], initial=0.0))
 
 
 class _Waiting(NamedTuple):

@@ -378,6 +378,63 @@ def test_goodput_is_only_told_where_waits_are(live):
     assert sustained_lines(live.state)[0].endswith("goodput 87.5 % · 0.5 s lost")
 
 
+def test_what_is_no_step_is_time_of_the_run(time, tmp_path, monkeypatch):
+    monkeypatch.setattr(surokit.live, "gpus_of", lambda device: 2)
+    live = OpenLive(run_dir=tmp_path / "run", usd_per_gpu_hour=3.0)
+
+    def told():
+        return live.state.goodput, live.state.gpu_hours, live.state.usd, read_status(live.run_dir).run_s
+
+    def over():
+        live.clock.now += 20.0
+        live.control.resume()
+
+    for _ in range(2):
+        live.wait_while_paused()
+        live.clock.now += 10.0
+        live.log(loss=2.0, stall_ms=0.0)
+        with live.aside():
+            live.clock.now += 70.0
+        live.control.pause()
+        time.after(1.0, over)
+        live.wait_while_paused()
+    live.close()
+    assert told() == pytest.approx((0.1, 2 * 200 / 3600, 3.0 * 2 * 200 / 3600, 200.0))
+    live.clock.now += 1000.0  # nothing runs
+    live.log(loss=2.0, stall_ms=0.0)
+    live.clock.now += 10.0
+    live.log(loss=2.0, stall_ms=0.0)
+    live.close()
+    assert told() == pytest.approx((30 / 210, 2 * 210 / 3600, 3.0 * 2 * 210 / 3600, 210.0))
+    (watched,) = surokit.watch(tmp_path / "run", follow=False, view="text").states.values()
+    assert (watched.goodput, watched.gpu_hours) == pytest.approx((30 / 210, 2 * 210 / 3600))
+
+
+def test_a_loop_that_goes_on_in_a_folder_goes_on_in_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(surokit.live, "gpus_of", lambda device: 1)
+
+    def watched():
+        (state,) = surokit.watch(tmp_path / "run", follow=False, view="text").states.values()
+        return state.step, state.run_s, state.gpu_hours, state.elapsed_s
+
+    def steps(first, last, exist):
+        live = OpenLive(run_dir=tmp_path / "run", exist=exist)
+        with live:
+            assert exist == "new" or watched()[:2] == (5, 100.0)  # before it has a step
+            for step in range(first, last + 1):
+                live.clock.now += 10.0
+                live.log(step=step, loss=2.0, stall_ms=0.0)
+                with live.aside():
+                    live.clock.now += 10.0
+        return live
+
+    steps(1, 5, "new")
+    live = steps(4, 6, "resume")  # from a checkpoint behind step 3
+    assert list(written_in(live.run_dir)["elapsed_s"]) == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    assert (live.state.goodput, live.state.gpu_hours) == pytest.approx((0.5, 160 / 3600))
+    assert watched() == pytest.approx((6, 160.0, 160 / 3600, 60.0))
+
+
 def test_the_price_gives_dollars_on_a_gpu_only():
     live = Live(view=View(), usd_per_gpu_hour=2.0)
     live.log(loss=1.0)

@@ -101,11 +101,13 @@ class Record:
     may wait.
 
     step: number of steps done, from 1. lr: of the first parameter group. tokens: elements of input_ids, accumulation
-    included. targets: labels that count. wall_ms: host time since the end of the step before (or since run() began).
-    stall_ms: the part of it that waited for a batch. idle_frac: the share of it without forward, backward or optimizer
-    work, a lower bound of the idle time (other gaps inside the step are the profiler's business). meters have offload_ms where the
-    optimizer offloads, a part of the idle time too: how long the device was without work for a transfer or the host's update; on
-    CUDA of the waits that it had passed when the step was given, so some count a step later. peak_gib: of the
+    included. targets: labels that count. wall_ms: host time since the end of the step before (or since run() began); of that,
+    evaluate(), save(), sample() and chat() are no step's. The first step() of a loop of your own has only its own time. On CUDA the
+    host is two steps ahead: what it waits for the device before one of these, or at the end of run(), is the next two steps' time.
+    stall_ms: the part of it that waited for a batch of the session's data. idle_frac: the share of it without forward, backward
+    or optimizer work, a lower bound of the idle time (other gaps inside the step are the profiler's business). meters have
+    offload_ms where the optimizer offloads, a part of the idle time too: how long the device was without work for a transfer or
+    the host's update; on CUDA of the waits that it had passed when the step was given, so some count a step later. peak_gib: of the
     device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: the step changed nothing, since
     it was not finite or no label counted (targets is 0); in the latter case loss and grad_norm are NaN here, and empty in
     `records.frame()` and in the file. A record of a file that lacks a column has NaN there; tokens and targets are 0 then, and

@@ -9,8 +9,7 @@ message>". Only an interrupt (Ctrl-C) is "interrupted".
 heartbeat: seconds since 1970 when it was written. The training thread writes it: at the start, when a run pauses or goes on, at
 the end, and between steps at most every two seconds. A step, an evaluation or a checkpoint that takes longer is silence, so
 a heartbeat that is some seconds old does not mean that the run has gone.
-run_s: wall time of the run so far in seconds, with evaluations, checkpoints, pauses, and steps that a resume took again; of a loop
-that is not ours the time of its steps.
+run_s: wall time of the run so far in seconds, with evaluations, checkpoints, pauses, and steps that a resume took again.
 events: what Health saw and what `session.note` said, as dicts of step, kind, text and suggestion; the last `EVENTS` of them.
 
 It is written whole, under another name and renamed, so a reader never sees half of it. Knows no torch.
@@ -44,7 +43,8 @@ class RunInfo:
     flops_per_token: of the model, forward and backward (an MFU's numerator), and peak_tflops: what one GPU could do in bf16;
     `peak` is that rate's name, or why there is none; `flops` names the convention by which flops_per_token is counted.
     usd_per_gpu_hour: as given, never assumed. resumes: the next run() goes on from where one ends, which a run in a race does not.
-    started: seconds since 1970 when this run began; in a race not its turn.
+    started: seconds since 1970 when this run began; in a race not its turn. ran_s: wall time of the run when this was said, in
+    seconds; 0 for a fork, which has no part in what its parent took.
     """
 
     title: str = ""
@@ -65,6 +65,7 @@ class RunInfo:
     pid: int = 0
     host: str = ""
     started: float = 0.0
+    ran_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain numbers and strings."""

@@ -92,6 +92,8 @@ class Arrivals:
         """Pass on the records that have arrived, and look into those whose step was masked. NonFiniteError after several in a row,
         NoTargetsError after as many in which no label counted."""
         session = self._session
+        if wait:
+            session.measuring.settle(session)
         if session.processes.are_several and not wait:
             # what is seen of a step is seen after the same step in all processes, so that they do the same about it
             arrived = session.records.drain(wait=True, leave=AHEAD if session.device.type == "cuda" else 0)

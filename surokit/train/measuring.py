@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -23,6 +24,7 @@ from surokit.train.engine import Engine
 from surokit.train.marks import Mark
 from surokit.train.meters import Watcher
 from surokit.train.pace import Pace
+from surokit.train.prefetch import AHEAD
 from surokit.train.random_state import kept
 from surokit.train.setup import loss_of, peak_gib
 from surokit.train.stream import Batch
@@ -62,9 +64,10 @@ class Measuring:
         self.router_use = _router_use(model)
         self.meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
         self.watch = _device_watch(device)
-        self._before: Mark | None = (
-            None  # the end of the step before, or the beginning of the loop; None outside of one
-        )
+        self._before: Mark | None = None  # the end of the step before, or the beginning of the loop
+        self._owed_s: deque[float] = (
+            deque()
+        )  # waits for steps in flight, which the next steps have instead of their own
 
     @property
     def watchers(self) -> list[Watcher]:
@@ -74,7 +77,7 @@ class Measuring:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """Count the time between steps in the block as part of the steps."""
+        """Count the time before the first step of the block as that step's; what comes after the block is no step's."""
         if self.watch is not None:
             self.watch.start()
         self._before = Mark(time.perf_counter(), None)
@@ -85,6 +88,19 @@ class Measuring:
             self._pause_meters()
             if self.watch is not None:
                 self.watch.stop()
+
+    def settle(self, session: Session) -> None:
+        """Wait for the steps in flight before something that is no step, each as long as a later step would have waited for it.
+
+        The host gives a step while the device works at those before, and waits for them: a step's time on the host is the
+        device's for an earlier one. After a wait like this the next steps find nothing to wait for, and would look free.
+        """
+        for record in session.records[-AHEAD:]:
+            if self._before is not None and not record.late.ready():
+                record.late.wait()
+                now_s = time.perf_counter()
+                self._owed_s.append(now_s - self._before.host_s)
+                self._before = self._before._replace(host_s=now_s)
 
     def restart(self) -> None:
         """Leave out of the next step's time what was done since the last step."""
@@ -158,24 +174,23 @@ class Measuring:
     ) -> Record:
         """Return the record of the step that the session has just counted, which `start` and `end` enclose."""
         end_s = time.perf_counter()  # with the meters, which are the step's
-        before, in_loop = self._before or start, self._before is not None
-        wall_s = end_s - before.host_s
+        before, follows = self._before or start, self._before is not None
+        wall_s = end_s - before.host_s + (self._owed_s.popleft() if self._owed_s else 0.0)
         offload_ms: float | None = getattr(session.optimizer, "device_stall_ms", None)
         if offload_ms is not None:  # can exceed the step's time, as waits of others by the same link are in it
             host["offload_ms"] = offload_ms = min(offload_ms, 1e3 * wall_s)
-        if self.device.type != "cuda" and in_loop and wall_s > 0:
+        if self.device.type != "cuda" and follows and wall_s > 0:
             host["idle_frac"] = host_idle_frac(end_s - start.host_s - (offload_ms or 0.0) / 1e3, wall_s)
         if self.watch is not None:
             latest = self.watch.latest  # once: its thread puts another in its place
             host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
-        stall_ms = session.data.waited_ms if in_loop else 0.0
+        stall_ms = session.data.waited_ms if follows else 0.0
         if self.pace is not None:
             self.pace.waited(stall_ms)
             host |= self.pace.columns()
         session.elapsed_s += wall_s
         session.step_s += wall_s
-        if in_loop:
-            self._before = Mark(end_s, end.event)
+        self._before = Mark(end_s, end.event)
         return Record(
             step=session.steps,
             lr=lr,
@@ -184,7 +199,7 @@ class Measuring:
             stall_ms=stall_ms,
             peak_gib=peak_gib(self.device),
             elapsed_s=session.elapsed_s,
-            late=Deferred(values, host, start.event, end.event, before.event if in_loop else None),
+            late=Deferred(values, host, start.event, end.event, before.event if follows else None),
         )
 
 

@@ -48,7 +48,13 @@ def describe(session: Session, total: int | None, started: float, light: Light, 
         pid=os.getpid(),
         host=socket.gethostname(),
         started=started,
+        ran_s=ran_s(session),
     )
+
+
+def ran_s(session: Session) -> float:
+    """Return the wall time of a session's run so far: that of run(), or of its steps if that is more, and of steps taken again."""
+    return max(session.run_s, session.step_s) + session.redone_s
 
 
 def title_of(session: Session) -> str:

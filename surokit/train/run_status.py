@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from surokit.runs.health import Event, Health, Phase
 from surokit.runs.records import Record
 from surokit.runs.status import EVENTS, RunInfo, StatusFile, read_status
-from surokit.train.run_info import Light, describe, light_of
+from surokit.train.run_info import Light, describe, light_of, ran_s
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -124,9 +124,8 @@ class Journal:
         if self._file is not None and self.info is not None:
             events = [*self.events]
             session = self._session
-            run_s = session.run_s + session.redone_s  # the summary counts so too
             now = now or state is not None
-            self._file.beat(self.info, self._state, session.steps, events, now, run_s=run_s)
+            self._file.beat(self.info, self._state, session.steps, events, now, run_s=ran_s(session))
 
     def restore(self) -> None:
         """Restore the events of a run that goes on, up to the step from which it does."""

@@ -372,7 +372,6 @@ class Session(Trainer):
         for every, work in ((self.eval_every, self.evaluate), (self.save_every, self._save)):
             if every and self.steps % every == 0:
                 work()
-                self.measuring.restart()
         self.random.snapshot()
 
     def _step(self, batches: Sequence[Batch], tokens: int | None = None) -> Record:
@@ -527,6 +526,7 @@ class Session(Trainer):
         max_new_tokens: at most; where not given 64, or as many as the model's max_length has room for. tokenizer: the data's
         where not given; else whatever surokit.load_tokenizer takes.
         """
+        self.arrivals.drain(wait=True)
         text = evaluation.sample(self, prompt, max_new_tokens, temperature, seed, tokenizer)
         self.measuring.restart()
         return text
@@ -554,6 +554,7 @@ class Session(Trainer):
 
         ValueError without a tokenizer or a template, and where the conversation is none or the template refuses it.
         """
+        self.arrivals.drain(wait=True)
         reply = evaluation.chat(self, messages, max_new_tokens, temperature, seed, tokenizer, template)
         self.measuring.restart()
         return reply
@@ -653,7 +654,9 @@ class Session(Trainer):
         """
         self.arrivals.drain(wait=wait)
         self.records.flush()
-        return self.saving.save(wait)
+        path = self.saving.save(wait)
+        self.measuring.restart()
+        return path
 
     def _save(self) -> None:
         self.save(wait=not self.save_async)

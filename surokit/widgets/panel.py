@@ -62,7 +62,9 @@ class Run:
         self._ran_s = 0.0  # seconds of the stretches before it
 
     def on_info(self, info: Any) -> None:
-        """Note the RunInfo that describes the run."""
+        """Note the RunInfo that describes the run; what it had run when the first one came is no time of the panel's."""
+        if self.state.info is None:
+            self.state.before_s = info.ran_s
         self.state.info = info
 
     def on_start(self, total: int | None) -> None:

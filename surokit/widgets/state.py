@@ -279,6 +279,7 @@ class PanelState:
     Goodput and lost time are those of profiler/monitoring/sustained.py, step by step. Goodput is the share of the run's wall time
     (`run_s` if it is set, else the steps') that was neither skipped nor waiting for a batch or offload; lost time is the wall time
     that was not busy work of steps that count. Both are None if no step ever said how long it waited, and if `run_s` is NaN.
+    GPU hours and dollars are of that wall time and of `before_s`, what the run had run before.
     """
 
     def __init__(
@@ -304,6 +305,7 @@ class PanelState:
         self.tokens = 0
         self.elapsed_s = 0.0
         self.run_s = 0.0  # wall time of the run, with what is no step; 0: that of the steps; NaN: nobody knows
+        self.before_s = 0.0  # wall time of the run before that, of which the state has seen nothing
         self.recent = {name: Recent(span_s) for name, span_s in LAST.items()}
         self._recent = tuple(self.recent.values())
         self.loss, self.loss_mean, self.held_out = Series(limit), Series(limit), Series(limit)
@@ -658,7 +660,12 @@ class PanelState:
         """Return the wall time of the run times the number of its GPUs, in hours; None if it is not known, or on a CPU."""
         if self.info is None or not self.info.gpus:
             return None
-        return self.info.gpus * max(self.elapsed_s, self.run_s) / 3600
+        return self.info.gpus * self._paid_s / 3600
+
+    @property
+    def _paid_s(self) -> float:
+        """Return the wall time of the run, in seconds: not `elapsed_s`, which a fork goes on from its parent's."""
+        return self.before_s + max(self._step_s, self.run_s)  # max(number, NaN) is the number
 
     @property
     def usd_per_s(self) -> float | None:
@@ -672,7 +679,7 @@ class PanelState:
     def usd(self) -> float | None:
         """Return GPU hours times their price; None without one."""
         price = self.usd_per_s
-        return None if price is None else price * max(self.elapsed_s, self.run_s)  # max(number, NaN) is the number
+        return None if price is None else price * self._paid_s
 
     def warning_lines(self) -> list[str]:
         """Return the warnings as sentences, worst first."""

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +113,36 @@ class TestStep:
         assert_same_state(mine, theirs)
         idle = mine.records.column("idle_frac")
         assert ((idle >= 0) & (idle < 1)).all()
+
+    def test_what_the_users_loop_does_between_two_steps_is_the_second_ones_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = JumpingClock(time.perf_counter)
+        monkeypatch.setattr(time, "perf_counter", clock)
+
+        def later() -> list[Batch]:
+            clock.ahead_s += 1000.0
+            return make_batches(1)
+
+        class Slow:
+            def __iter__(self) -> Iterator[Batch]:
+                return iter(later())
+
+        session = make_session(eval=Slow(), run_dir=tmp_path / "run")
+        monkeypatch.setattr("surokit.train.checkpoint_files.write", lambda *_: later() and tmp_path)
+
+        def counts(*between: Callable[[], object]) -> bool:
+            for each in between:
+                each()
+            return session.step(make_batches(1)[0]).wall_ms >= 1e6
+
+        assert not counts(later)  # before the first step
+        assert counts(later)  # a loader's wait, say
+        assert session.records.column("idle_frac")[-1] > 0.5
+        assert not counts(session.evaluate)
+        assert not counts(session.save)
+        assert counts(session.evaluate, later)
+        assert not counts(lambda: session.run(1), later)
 
     @pytest.mark.parametrize("asked", [{"eval_every": 2, "eval": make_batches(1)}, {"save_every": 2}])
     def test_in_it_nothing_is_evaluated_or_saved_which_is_said_once(

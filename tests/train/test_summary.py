@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +17,7 @@ import torch
 import surokit as sk
 from surokit.runs.records import Deferred, Record, Records
 from surokit.train import Session
+from surokit.train.prefetch import AHEAD
 from surokit.train.run_info import Light
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
@@ -208,6 +211,59 @@ def test_evaluations_count_as_time_of_the_run(monkeypatch: pytest.MonkeyPatch) -
     assert summary.run_s - summary.step_s >= 2000.0
     assert summary.goodput < summary.step_s / summary.run_s
     assert summary.lost_gpu_hours >= 2000.0 / 3600
+
+
+class Gpu:
+    """Takes 100 ms a step, which the host gives it in 5 ms while it works at the two before. Time passes in nothing else."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+        self.launched: deque[float] = deque()  # when the device will have done each step
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def begin(self, *_: object) -> bool:
+        while len(self.launched) >= AHEAD:
+            self.now = max(self.now, self.launched.popleft())
+        self.now += 0.005
+        return False
+
+    def launch(self) -> float:
+        self.free = max(self.now, self.free) + 0.1
+        self.launched.append(self.free)
+        return self.free
+
+
+@pytest.mark.parametrize("asked", [{}, {"eval_every": 3, "eval": make_batches(1)}, {"save_every": 3}])
+def test_the_hosts_lead_over_the_device_is_no_free_time(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu()
+
+    class Late(Deferred):
+        def __init__(self, *values: Any) -> None:
+            super().__init__(*values)
+            self.done = gpu.launch()
+
+        def ready(self) -> bool:
+            return gpu.now >= self.done
+
+        def wait(self) -> dict[str, float]:
+            gpu.now = max(gpu.now, self.done)
+            return super().wait()
+
+    monkeypatch.setattr("surokit.train.measuring.Deferred", Late)
+    for module in ("measuring", "marks"):
+        monkeypatch.setattr(f"surokit.train.{module}.time", gpu)
+    session = make_session(run_dir=tmp_path / "run", **asked)
+    monkeypatch.setattr(session.prefetch, "begin", gpu.begin)
+    for _ in range(3):
+        session.run(10)
+        gpu.now += 1000.0  # between two runs
+    wall_ms = session.records.column("wall_ms")
+    assert list(wall_ms[2:]) == pytest.approx([100.0] * 28, rel=0.06)  # 5 ms more where the device stood still
+    assert session.summary().tokens_per_s == pytest.approx(480, rel=0.03)
 
 
 def test_a_fork_counts_its_own_time() -> None:

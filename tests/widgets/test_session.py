@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ import torch
 
 from surokit.runs.health import Health
 from surokit.runs.smoothing import LossMean
+from surokit.runs.status import RunInfo
 from surokit.train import Session
 from surokit.widgets.curves import plot_runs
+from surokit.widgets.follow import watch
 from surokit.widgets.panel import Panel
 from surokit.widgets.picture import figures, picture, summary_line
 from surokit.widgets.state import PanelState
+from tests.clocks import JumpingClock
 from tests.refusals import warned
 from tests.test_live import View
 
@@ -48,6 +52,45 @@ def test_the_panel_and_the_summary_agree(session):
     summary = session.summary()
     assert panel.state.goodput == pytest.approx(summary.goodput, rel=0.1)
     assert panel.state.lost_s == pytest.approx(3600 * summary.lost_gpu_hours, rel=0.1, abs=0.02)
+
+
+def test_a_panel_that_comes_later_knows_what_its_run_has_cost_before(tiny, batch, monkeypatch, tmp_path):
+    clock = JumpingClock(time.monotonic)
+    monkeypatch.setattr(time, "monotonic", clock)
+
+    class Slow:
+        def __iter__(self):
+            clock.ahead_s += 3600.0
+            return iter([batch])
+
+    def hours(session):
+        panel = Panel(PanelState(), view=View(), clock=clock)
+        session.subscribe(panel)
+        session.run(2)
+        panel.state.info = RunInfo(gpus=2, usd_per_gpu_hour=3.0)
+        hours, usd = panel.state.gpu_hours, panel.state.usd
+        assert hours is not None
+        assert usd == pytest.approx(3.0 * hours)
+        return round(hours)
+
+    session = Session(tiny, [batch], eval=Slow(), eval_every=2, schedule=None, run_dir=tmp_path / "run")
+    session.run(4)
+    assert hours(session) == 2 * 3
+    session.save()
+    again = Session.resume(tmp_path / "run", tiny, data=[batch], eval=Slow())
+    assert hours(again) == 2 * 4
+    assert round(again.summary().run_s / 3600) == 4
+    (watched,) = watch(tmp_path / "run", follow=False, view="text").states.values()
+    assert round(watched.run_s / 3600) == 4
+    assert hours(again.fork()) == 2 * 1
+
+
+def test_a_fork_pays_for_its_own_steps_alone():
+    state = PanelState()
+    state.info = RunInfo(gpus=1, usd_per_gpu_hour=2.0)
+    for step in range(101, 106):
+        state.add(step, seconds=3.6, elapsed=36_000.0 + 3.6 * (step - 100))  # goes on from its parent's
+    assert (state.gpu_hours, state.usd) == pytest.approx((0.005, 0.01))
 
 
 def test_panel_words_summary_and_figure_tell_one_smoothed_loss_and_how_it_is_smoothed(session):
