@@ -379,7 +379,7 @@ def test_goodput_is_only_told_where_waits_are(live):
 
 
 def test_what_is_no_step_is_time_of_the_run(time, tmp_path, monkeypatch):
-    monkeypatch.setattr(surokit.live, "gpus_of", lambda device: 2)
+    monkeypatch.setattr(surokit.live, "gpus_of", lambda *_: 2)
     live = OpenLive(run_dir=tmp_path / "run", usd_per_gpu_hour=3.0)
 
     def told():
@@ -411,7 +411,7 @@ def test_what_is_no_step_is_time_of_the_run(time, tmp_path, monkeypatch):
 
 
 def test_a_loop_that_goes_on_in_a_folder_goes_on_in_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(surokit.live, "gpus_of", lambda device: 1)
+    monkeypatch.setattr(surokit.live, "gpus_of", lambda *_: 1)
 
     def watched():
         (state,) = surokit.watch(tmp_path / "run", follow=False, view="text").states.values()
