@@ -41,15 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a race or a study again and compare: 0 where every figure is inside of its stated interval, 1 where one is not."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.run_dir or Path(temporary) / "again"
-        if arguments.folder.is_file() or (arguments.folder / "evidence.json").is_file():
+        of = arguments.folder.parent if arguments.folder.name == "race.json" else arguments.folder
+        if of.is_file() or (of / "evidence.json").is_file():
             from surokit.bench.evidence_again import reproduce
 
             minutes = 60.0 if arguments.minutes is None else arguments.minutes
-            found = reproduce(arguments.folder, folder, minutes, arguments.only)
+            found = reproduce(of, folder, minutes, arguments.only)
         else:
             if arguments.minutes is not None or arguments.only:
                 raise ValueError("--minutes and --only choose from a study: a race is run again as long as it was.")
-            found = _race_again(arguments.folder, folder)
+            found = _race_again(of, folder)
     print(f"\n{found}")
     return 0 if found.holds else 1
 

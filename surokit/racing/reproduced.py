@@ -86,9 +86,10 @@ class Reproduction:
         stated = sum(figure.then.known for figure in self.figures)
         exact = sum(figure.verdict == "equal" for figure in self.figures)
         others = len(rows) - stated
-        said = [
-            f"{inside} of {stated} figures with a stated interval are inside of it; {exact} of {others} others are equal."
-        ]
+        told = f"{inside} of {stated} figures with a stated interval are inside of it"
+        if not stated:
+            told = "No figure had an interval, as speeds have from five rounds on, so that none is compared by one"
+        said = [f"{told}; {exact} of {others} others are equal."]
         if self.differences:
             said.append(f"Not as it was then: {'; '.join(self.differences)}.")
         else:

@@ -74,7 +74,7 @@ def test_a_race_is_reproduced_from_its_folder(tmp_path, capsys, text):
     folder = tmp_path / "race"
     assert cli.main(["race", "--steps", "8", *SMALL, *text, "--until", "9", "--run-dir", str(folder)]) == 0
     capsys.readouterr()
-    assert cli.main(["reproduce", str(folder), "--run-dir", str(tmp_path / "again")]) == 0
+    assert cli.main(["reproduce", str(folder / "race.json"), "--run-dir", str(tmp_path / "again")]) == 0
     told = capsys.readouterr().out
     assert "Versions, machine, weights and data are those of then." in told
     row = next(line for line in told.splitlines() if line.startswith("fp8: held-out loss"))

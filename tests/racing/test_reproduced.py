@@ -37,6 +37,7 @@ def test_what_holds_and_what_is_exact():
     assert good.holds
     assert good.is_exact
     assert "1 of 1 figures with a stated interval are inside of it; 1 of 1 others are equal." in str(good)
+    assert "No figure had an interval" in str(Reproduction((loss,), ()))
     bad = Reproduction((ratio, replace(loss, now=plain(2.52))), ("torch 2.14 for 2.13",))
     assert bad.holds
     assert not bad.is_exact
