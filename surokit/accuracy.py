@@ -47,6 +47,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
     `batch` is {"input_ids": [B, T], "labels": [B, T]}. Parameters, gradients, random states and delayed-scaling histories are
     not touched; a delayed recipe is judged with the batch's own amaxes, stochastic rounding with a fixed seed. Layers that a
     recipe keeps in bfloat16 are left out for it, as is grad_weight where it freezes the weights; weights of experts are left out.
+    Of a recipe that changes each part is compared, under its own name.
 
     The reference is each weight as the model holds it: what storing it has already lost does not show, and a recipe with the
     same storage reports its forward and grad_input as exact (inf) where nothing else is quantized.
@@ -57,7 +58,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
         raise TypeError(f'compare() takes a batch {{"input_ids": ..., "labels": ...}}, not a {type(batch).__name__}.')
     check_values(model, "compare")
     check_taken_over(model, "compare")
-    chosen = list(dict.fromkeys(find_recipe(r) for r in recipes))
+    chosen = list(dict.fromkeys(part for r in recipes for part in find_recipe(r).parts))
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")
     if shared := {r.name for r in chosen if sum(r.name == other.name for other in chosen) > 1}:

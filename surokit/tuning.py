@@ -157,7 +157,7 @@ def tune(
     check_taken_over(model, "tune")
     experts = [name for name, layer in recipe_layers(model) if isinstance(layer, ExpertsLinear)]
     kept = sorted({within_block(name) for name in experts})
-    chosen = [find_recipe(recipe).keep(*kept) for recipe in recipes]
+    chosen = list(dict.fromkeys(part.keep(*kept) for recipe in recipes for part in find_recipe(recipe).parts))
     _check(chosen, max_gap, points)
     layers = dict(linear_layers(model))
     decibels, felt = _measure(model, batch, layers, chosen)

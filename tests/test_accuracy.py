@@ -30,6 +30,13 @@ def test_compare_measures_every_layer_and_product(tiny, batch):
     assert all((p.grad == 7.0).all() for p in tiny.parameters())
 
 
+def test_of_a_recipe_that_changes_each_part_is_compared(tiny, batch):
+    frame = sk.compare(tiny, batch, sk.FP8_CURRENT.then(sk.FP8_ROWWISE, at=0.5), "fp8-rowwise")
+    assert list(frame.recipe.unique()) == ["fp8-current", "fp8-rowwise"]
+    alone = sk.compare(tiny, batch, "fp8-current", "fp8-rowwise")
+    assert frame.equals(alone)
+
+
 def test_a_stored_weight_has_no_grad_weight(tiny, batch):
     frame = sk.compare(tiny, batch, sk.QFP8)
     assert set(frame.gemm) == {"forward", "grad_input"}
