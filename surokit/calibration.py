@@ -223,7 +223,7 @@ def _launch(device: torch.device, seconds: float) -> float:
 
 def _host_link(device: torch.device, seconds: float) -> float:
     """Return the GB/s of a pinned copy, in the slower direction."""
-    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
 
     def copy_s(target: Tensor, source: Tensor) -> float:

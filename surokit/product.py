@@ -31,6 +31,8 @@ def product(
 
     onto: [M, N] in `dtype`, to which the product is added in place, in the product itself where it can be (`adds_onto`).
     """
+    if isinstance(a_MK, Tensor):
+        a_MK = a_MK.to(dtype)
     if adds_onto(a_MK, b_NK):
         a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
         return kernels.mm(a, b.t()) if onto is None else kernels.addmm_(onto, a, b.t())
@@ -38,7 +40,7 @@ def product(
     if isinstance(a_MK, Quantized):
         y_MN = _of_codes(a_MK, b_NK, dtype, fast_accumulation)
     else:
-        y_MN = b_NK.times(a_MK.to(dtype))
+        y_MN = b_NK.times(a_MK)
     return y_MN if onto is None else onto.add_(y_MN)
 
 

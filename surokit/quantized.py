@@ -87,8 +87,9 @@ class Quantized:
 
     @property
     def can_multiply(self) -> bool:
-        """Return whether there is a product that decodes this matrix on the way: every scaling but MX, without rotation."""
-        return self._codec.multiplies and not self.quantizer.hadamard
+        """Return whether there is a product that decodes this matrix on the way: every scaling but MX, without rotation, and of
+        formats with 8 bits E4M3."""
+        return self._codec.multiplies and not self.quantizer.hadamard and self.quantizer.format != E5M2
 
     def times(self, x_MK: Tensor) -> Tensor:
         """Return x W' [M, N] for x [M, K] and this matrix W [N, K], decoded inside the product; see `can_multiply`."""

@@ -233,6 +233,28 @@ print('torch._dynamo' in sys.modules)
     assert fresh(code) == "False"
 
 
+def test_what_lies_on_the_host_is_made_there_whatever_the_default_device_is():
+    """torch.set_default_device("cuda") would have pinned memory asked of the GPU, which refuses."""
+    pinned = [
+        line for path in SOURCES for line in path.read_text(encoding="utf-8").splitlines() if "pin_memory=True)" in line
+    ]
+    assert len(pinned) > 4
+    assert not [line for line in pinned if 'device="cpu"' not in line]
+    code = """
+import torch, surokit as sk
+from surokit.train.session import Session
+ids = torch.randint(64, (2, 16))
+for optimizer in (sk.AdamW(lr=1e-3), sk.OffloadAdamW(lr=1e-3), sk.ZenFlow(lr=1e-3), sk.Muon(lr=1e-3)):
+    model = sk.Decoder(sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=48), device='cpu').to(torch.bfloat16)
+    with torch.device('meta'):
+        sk.apply(model, sk.FP8.lora(rank=2))
+        session = Session(model, [{'input_ids': ids, 'labels': ids}], optimizer=optimizer)
+        session.run(2)
+    print(session.records[-1].loss > 0)
+"""
+    assert fresh(code).split() == ["True"] * 4
+
+
 def test_training_needs_torch_numpy_and_safetensors_only():
     code = """
 import sys

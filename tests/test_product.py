@@ -61,3 +61,18 @@ def test_a_weight_decoded_on_the_way_gives_the_same_product(name, monkeypatch):
     monkeypatch.setattr(product, "decodes_on_the_way", lambda x, W: W.can_multiply)
     assert sqnr_db(expected, product.product(x, stored, torch.bfloat16)) > 45
     assert not sk.quantize(w, sk.Quantizer(sk.E4M3, sk.MX(32))).can_multiply
+    assert not sk.quantize(w, sk.Quantizer(sk.E5M2, sk.PerRow())).can_multiply  # its codes would be read as E4M3
+
+
+def test_what_is_decoded_on_the_way_is_asked_of_the_dtype_that_is_multiplied(monkeypatch):
+    """sk.compare asks for float32 products of bfloat16 operands, which no kernel decodes a weight in."""
+    stored = sk.quantize(torch.randn(33, 192, generator=torch.Generator().manual_seed(1)), E4M3_ROW)
+    asked: list[torch.dtype] = []
+
+    def note(x: torch.Tensor, W: object) -> bool:
+        asked.append(x.dtype)
+        return False
+
+    monkeypatch.setattr(product, "decodes_on_the_way", note)
+    product.product(torch.ones(5, 192, dtype=torch.bfloat16), stored, torch.float32)
+    assert asked == [torch.float32]

@@ -36,7 +36,7 @@ def scaled_mm(
     if pow2 and out_dtype == torch.bfloat16 and a_scale.numel() * b_scale.numel() > 1:
         return mm(a_MK * a_scale.to(a_MK.dtype), (b_NK * b_scale.to(b_NK.dtype)).t())
     scale = a_scale * b_scale.t()
-    if a_MK.device.type == "cuda":
+    if a_MK.device.type == "cuda" and a_MK.dtype == b_NK.dtype:
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32).mul_(scale).to(out_dtype)
     if scale.numel() == 1 and out_dtype == torch.bfloat16:
         # alpha meets the float32 sum before it is rounded; reading it costs nothing where there is no device to wait for

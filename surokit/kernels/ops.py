@@ -151,7 +151,7 @@ def fault_of_triton(device: torch.device) -> str:
     from surokit.kernels.triton import transpose as probe
 
     try:
-        probe.transpose_fp8(torch.zeros((1, 1), dtype=torch.uint8, device=device))
+        _on(device, probe.transpose_fp8)(torch.zeros((1, 1), dtype=torch.uint8, device=device))
     except Exception as error:
         # a missing compiler or header, a driver that is too old: whatever it is, the reference runs
         return f"Triton cannot launch here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"

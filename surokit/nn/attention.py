@@ -134,10 +134,10 @@ def visibility(
     """Make the `mask` that `attention` takes for T queries from position `start` on, once a forward.
 
     `documents` are the first tokens of each row's documents, see `Documents.of`: with them, and if torch has a kernel for it
-    (CUDA, `dtype` bfloat16 or float16), a Documents is made. Otherwise the mask is that of `visible`; without documents,
-    position_ids tell where a document starts.
+    (CUDA from compute capability 8.0 on, `dtype` bfloat16 or float16), a Documents is made. Otherwise the mask is that of
+    `visible`; without documents, position_ids tell where a document starts.
     """
-    if documents is not None and start == 0 and device.type == "cuda" and dtype in _HALF and _varlen_form() is not None:
+    if documents is not None and start == 0 and _has_varlen(device, dtype):
         return Documents.of(documents, T, window if window is None or window < T else None)
     if documents is not None and start == 0:
         t_BT = torch.arange(T, device=device, dtype=documents.dtype).repeat(len(documents), 1)
@@ -189,6 +189,17 @@ def _within_documents(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents:
     y: Any = varlen_attn(q, k, v, ends, ends, n, n, scale=scale, window_size=(before, 0), **told)
     found: Tensor = y.unflatten(0, (B, T))[..., :D].transpose(1, 2)
     return found
+
+
+def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has attention for packed documents there."""
+    return device.type == "cuda" and dtype in _HALF and _varlen_form() is not None and _has_flash(device)
+
+
+@constant_when_compiled
+def _has_flash(device: torch.device) -> bool:
+    """Return whether a GPU runs FlashAttention, which is for Ampere and later ones."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @constant_when_compiled

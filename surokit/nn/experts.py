@@ -584,7 +584,7 @@ class ExpertsLinear(KeepsDecoded):
         dtype = dtype or (torch.bfloat16 if self.storage else self.weight.dtype)
         device = self.weight.device
         # drawn on the CPU, so that a seed gives the same adapter on every device; in rows of K, which the bounds depend on
-        a = torch.empty(self.experts * lora.rank, self.in_features, dtype=torch.float32)
+        a = torch.empty(self.experts * lora.rank, self.in_features, dtype=torch.float32, device="cpu")
         a_ErK = nn.init.kaiming_uniform_(a, a=math.sqrt(5)).view(self.experts, lora.rank, self.in_features)
         b_ENr = torch.zeros(self.experts, self.out_features, lora.rank, dtype=dtype, device=device)
         self._set_adapter(nn.Parameter(a_ErK.to(device, dtype)), nn.Parameter(b_ENr), lora.alpha)

@@ -274,7 +274,9 @@ class Linear(nn.Linear, KeepsDecoded):
         self.lora_A = AdapterMatrix(self.in_features, lora.rank, on, dtype).to(device)
         self.lora_B = AdapterMatrix(lora.rank, self.out_features, on, dtype).to(device)
         # drawn on the CPU, so that a seed gives the same adapter on every device
-        a = nn.init.kaiming_uniform_(torch.empty(lora.rank, self.in_features, dtype=torch.float32), a=math.sqrt(5))
+        a = nn.init.kaiming_uniform_(
+            torch.empty(lora.rank, self.in_features, dtype=torch.float32, device="cpu"), a=math.sqrt(5)
+        )
         with torch.no_grad():
             self.lora_A.weight.copy_(a)
         if device.type == "meta":

@@ -307,14 +307,14 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             raise several_devices(p.device, self.link.device)
         W, state = local([p])[0], self.state[p]
         order = memory_order(W)
-        master = torch.empty(W.permute(order).shape)
+        master = torch.empty(W.permute(order).shape, device="cpu")
         for wide, shown, ticket in self._read(p, master):
             ticket.wait()
             wide.copy_(shown)
         self.accounts.moved("setup", W.nbytes, 0)
         if not state:
             self.state[p] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device="cpu"),
                 "master": master,
                 **{n: torch.zeros_like(master) for n in _MOMENTS},
             }

@@ -82,8 +82,8 @@ class Columns:
 
     def __init__(self, p: Tensor, state: dict[str, Any], splits: bool, number: int) -> None:
         self.p, self.state, self.splits, self.number = p, state, splits, number
-        self.hot_order: Tensor = state["hot"].cpu() if state else torch.empty(0, dtype=torch.int32)
-        self.cold_order: Tensor = state["cold"].cpu() if state else torch.empty(0, dtype=torch.int32)
+        self.hot_order: Tensor = state["hot"].cpu() if state else torch.empty(0, dtype=torch.int32, device="cpu")
+        self.cold_order: Tensor = state["cold"].cpu() if state else torch.empty(0, dtype=torch.int32, device="cpu")
         self.landing: Sequence[PendingCopy] = ()  # transfers out of `out`
 
     def __getattr__(self, name: str) -> Any:
@@ -149,7 +149,7 @@ class Columns:
         `settle` afterwards."""
         W = self.weight
         H, C, rows = self.sizes(ratio)
-        every = torch.arange(H + C, dtype=torch.int32)
+        every = torch.arange(H + C, dtype=torch.int32, device="cpu")
         self.hot_order, self.cold_order = every[:H].clone(), every[H:].clone()
         self.state["hot"], self.state["cold"] = on(W.device, self.hot_order), on(W.device, self.cold_order)
         self.state["t_hot"] = torch.zeros(H, dtype=torch.int32, device=W.device)
@@ -163,9 +163,9 @@ class Columns:
             self.state[name] = link.buffer((C, rows), torch.float32)
         self.state["acc"] = link.buffer((sums, C, rows), torch.float32)
         self.state["out"] = link.buffer((C, rows), W.dtype)
-        self.state["t_cold"] = torch.zeros(C, dtype=torch.int32)
-        self.state["counts"] = torch.zeros(sums, dtype=torch.int64)
-        self.state["rates"] = torch.zeros(sums, dtype=torch.float64)
+        self.state["t_cold"] = torch.zeros(C, dtype=torch.int32, device="cpu")
+        self.state["counts"] = torch.zeros(sums, dtype=torch.int64, device="cpu")
+        self.state["rates"] = torch.zeros(sums, dtype=torch.float64, device="cpu")
         for x in (self.m, self.v, self.acc):  # a sum is written before it is read, and saved before that
             x.zero_()
         return self.send(W, self.out, link)
@@ -424,7 +424,11 @@ def placed(name: str, value: Tensor, device: torch.device, link: Link) -> Tensor
     """Return a copy of an entry of the state where it belongs."""
     if name not in HOST:
         return value.to(device, copy=True)
-    to = link.buffer(value.shape, value.dtype) if value.ndim > 1 else torch.empty(value.shape, dtype=value.dtype)
+    to = (
+        link.buffer(value.shape, value.dtype)
+        if value.ndim > 1
+        else torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    )
     return to.copy_(value)
 
 

@@ -71,7 +71,7 @@ class Link(ABC):
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return host memory, contiguous and not initialized, pinned where it can be."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     @abstractmethod
     def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
@@ -518,7 +518,9 @@ class CudaLink(Link):
         self.down_lane, self.up_lane, self.small_lane, fill = (torch.cuda.Stream(self.device) for _ in range(4))
         self.fill_lane = self.down_lane if lean else fill
         self._filled = torch.cuda.Event()
-        self._buffers = deque((torch.empty(0, dtype=torch.uint8), torch.cuda.Event()) for _ in range(_BUFFERS))
+        self._buffers = deque(
+            (torch.empty(0, dtype=torch.uint8, device="cpu"), torch.cuda.Event()) for _ in range(_BUFFERS)
+        )
         self._under_way: deque[_Copy] = deque()  # keeps the host memory of copies: the driver does not
         weakref.finalize(self, _keep, self._under_way).atexit = False
         self.stalls = _Stalls()
@@ -533,8 +535,8 @@ class CudaLink(Link):
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if nbytes <= _REGISTERED:
-                return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-            return _registered(torch.empty(tuple(shape), dtype=dtype), self.device)
+                return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+            return _registered(torch.empty(tuple(shape), dtype=dtype, device="cpu"), self.device)
         except RuntimeError as error:
             if not self._warned:
                 self._warned = True

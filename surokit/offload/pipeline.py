@@ -139,7 +139,7 @@ class Note:
     @staticmethod
     def known(statistics: Mapping[int, tuple[float, float]]) -> Note:
         """Make a Note of statistics that `read` returned."""
-        return Note(list(statistics), torch.tensor(list(statistics.values())).view(-1, 2))
+        return Note(list(statistics), torch.tensor(list(statistics.values()), device="cpu").view(-1, 2))
 
 
 class Crew:

@@ -37,7 +37,7 @@ def runs(clocks: Sequence[int] | Tensor, betas: Sequence[float]) -> list[slice]:
 
     Clocks from `fading(betas)` on count as equal.
     """
-    lengths, _ = _runs(torch.as_tensor(clocks), betas)
+    lengths, _ = _runs(torch.as_tensor(clocks, device="cpu"), betas)
     ends = list(accumulate(lengths))
     return [slice(end - length, end) for length, end in zip(lengths, ends)]
 
@@ -89,7 +89,7 @@ def update_rows_(
         lengths, clocks = [1] * len(clocks_C), clocks_C.clamp(max=fading(betas)).tolist()
     else:
         lengths, clocks = _runs(clocks_C, betas)
-    step = {clock: torch.tensor(clock / elapsed) for clock in set(clocks)}
+    step = {clock: torch.tensor(clock / elapsed, device="cpu") for clock in set(clocks)}
     ws, gs, ms, vs = (list(x.split(lengths)) for x in (w_CO, g_CO, m_CO, v_CO))
     fused_adamw_(
         ws,
@@ -119,7 +119,11 @@ def fused_adamw_(
     divide_by: float | Tensor | None = None,
 ) -> None:
     """Run torch's fused AdamW over lists of float32 tensors on a CPU; `steps`, 0-d float32, count this update already."""
-    scale = divide_by if divide_by is None or isinstance(divide_by, Tensor) else torch.tensor(float(divide_by))
+    scale = (
+        divide_by
+        if divide_by is None or isinstance(divide_by, Tensor)
+        else torch.tensor(float(divide_by), device="cpu")
+    )
     torch_private.fused_adamw_(
         ws,
         gs,
@@ -169,7 +173,7 @@ def widened(part: Tensor) -> Tensor:
     """Return a float32 copy of at most `block()` numbers, in memory of this thread that the next call writes again."""
     wide: Tensor | None = getattr(scratch, "wide", None)
     if wide is None or wide.numel() < part.numel():
-        wide = scratch.wide = torch.empty(block())
+        wide = scratch.wide = torch.empty(block(), device="cpu")
     return wide[: part.numel()].copy_(part)
 
 

@@ -21,7 +21,7 @@ class Swaps:
 
     def __init__(self, link: Link, worker: Worker) -> None:
         self._link, self._worker = link, worker
-        self._ring: deque[tuple[Tensor, Job | None]] = deque([(torch.empty(0), None)] * _PAIRS)
+        self._ring: deque[tuple[Tensor, Job | None]] = deque([(torch.empty(0, device="cpu"), None)] * _PAIRS)
         self.last: Job | None = None
 
     def pair(self, shape: tuple[int, ...]) -> Tensor:

@@ -61,7 +61,9 @@ class Part:
 
     def empty_like(self, dtype: torch.dtype) -> Part:
         """Return a part with the same pieces on the host, not filled."""
-        return Part(self.whole, {place: torch.empty(t.shape, dtype=dtype) for place, t in self.pieces.items()})
+        return Part(
+            self.whole, {place: torch.empty(t.shape, dtype=dtype, device="cpu") for place, t in self.pieces.items()}
+        )
 
 
 def place_of(t: Tensor) -> Place:

@@ -32,7 +32,7 @@ class Exchange:
 
     def send(self, values: Sequence[float]) -> None:
         """Send this process' numbers; whoever calls `take` next gets them, with all others'."""
-        own = torch.tensor(values, dtype=torch.float64)
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
         found = [torch.empty_like(own) for _ in range(self._processes.world)]
         work = dist.all_gather(found, own, group=self._processes.on_host, async_op=True)
         assert work is not None

@@ -154,11 +154,11 @@ def _as_bytes(storage: Storage) -> Tensor:
 def _host_memory(storage: Storage) -> Tensor:
     """Return host memory for a storage: pinned, where there is a device to copy from and memory to pin; else ordinary."""
     if storage.device.type != "cuda":
-        return torch.empty(storage.nbytes(), dtype=torch.uint8)
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
     try:
-        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
-        return torch.empty(storage.nbytes(), dtype=torch.uint8)
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
 
 
 def _wait_for(device: torch.device) -> None:

@@ -203,13 +203,15 @@ def _random(rows: int, columns: int, layer: nn.Linear) -> Tensor:
     stored = isinstance(layer, Linear) and layer.storage is not None
     held = layer.lora_A.weight if isinstance(layer, Linear) and layer.has_adapter else layer.weight
     dtype = torch.bfloat16 if stored and held is layer.weight else held.dtype
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(layer.weight.device, dtype)
+    drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), device="cpu")
+    return drawn.to(layer.weight.device, dtype)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median time of repeated calls, each waited for; on CUDA of a graph of the call, if it can be captured."""
     if device.type == "cuda":
-        work = _as_graph(work)
+        with torch.cuda.device(device):  # a graph records what is launched on the current one
+            work = _as_graph(work)
     taken: list[float] = []
     work()
     _wait(device)

@@ -46,7 +46,7 @@ def pinned(values: Tensor) -> Tensor:
     """Copy values from a GPU to pinned host memory without waiting; a tensor on the CPU is returned as it is."""
     if values.device.type != "cuda":
         return values
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return there.copy_(values, non_blocking=True)
 
 

@@ -196,7 +196,7 @@ class Classification(Task):
         at_N = torch.from_numpy(self._tests.at_N[self._order(problems)])
         found = []
         with asked(model) as device:
-            words_C = placed(torch.tensor(self._words_C), device)
+            words_C = placed(torch.tensor(self._words_C, device="cpu"), device)
             for rows, at_B in zip(self.held_out(problems, batch), placed(at_N, device).split(batch)):
                 logits_BTV = model(input_ids=placed(rows["input_ids"], device)).logits
                 here_BV = logits_BTV[torch.arange(len(at_B), device=device), at_B - 1]

@@ -309,13 +309,15 @@ class _Plan:
             _check_shape(full, whole, expected)
         elif held is None and whole == tuple(self._p.shape):
             shape, place = self._shape, self._place
-        self._parts[key] = self.wanted[full] = Part(whole, {place: torch.empty(shape, dtype=source.dtype(full))})
+        self._parts[key] = self.wanted[full] = Part(
+            whole, {place: torch.empty(shape, dtype=source.dtype(full), device="cpu")}
+        )
 
     def _want_codes(self, key: str, scale: str, source: Source) -> None:
         full = self._full(key)
         _check_shape(full, source.shape(full), tuple(self._p.shape))
         near = {
-            place: torch.empty(shape, dtype=source.dtype(full))
+            place: torch.empty(shape, dtype=source.dtype(full), device="cpu")
             for place, shape in source.chunks(full).items()
             if overlaps(self._place, self._shape, place, shape) is not None
         }
@@ -344,7 +346,7 @@ class _Plan:
 
 def _whole(name: str, source: Source) -> Part:
     shape = source.shape(name)
-    return Part(shape, {(0,) * len(shape): torch.empty(shape, dtype=source.dtype(name))})
+    return Part(shape, {(0,) * len(shape): torch.empty(shape, dtype=source.dtype(name), device="cpu")})
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

@@ -298,6 +298,25 @@ def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatc
         ops.first_serving.cache_clear()
 
 
+def test_triton_is_tried_on_the_device_that_it_is_asked_of(monkeypatch):
+    """It launches on the current one; tried there with memory of another, it would fail and never serve."""
+    from surokit.kernels import ops
+    from surokit.kernels.triton import transpose as probe
+
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: mock.MagicMock(__enter__=lambda _: current.append(device)))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(probe, "transpose_fp8", lambda _: None)
+    ops.fault_of_triton.cache_clear()
+    try:
+        assert ops.fault_of_triton(torch.device("cuda", 1)) == ""
+        assert current == [torch.device("cuda", 1)]
+    finally:
+        ops.fault_of_triton.cache_clear()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a CUDA device")
 def test_choices_for_a_device_that_is_not_there_are_refused():
     with pytest.raises(ValueError, match=r"finds no CUDA device here.*choices\('cpu'\)"):

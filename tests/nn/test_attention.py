@@ -144,6 +144,18 @@ def test_lengths_are_cumulative_with_empty_documents_at_the_rows_ends():
     assert fake.ends.device == CUDA
 
 
+def test_documents_are_a_mask_on_a_gpu_without_flash_attention(monkeypatch, installed):
+    """A T4 has compute capability 7.5, and torch's kernel for packed rows begins with 8.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("surokit.nn.attention.visible", lambda *_: STARTS)
+    for capability, kind in (((7, 5), "Tensor"), ((8, 0), "Documents")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        with FakeTensorMode():
+            starts = torch.zeros(STARTS.shape, dtype=torch.int64, device="cuda")
+            mask = visibility(T, 0, None, None, CUDA, torch.float16, starts)
+        assert type(mask).__name__ == kind
+
+
 def test_documents_are_a_mask_where_there_is_no_kernel(monkeypatch, installed):
     for device, dtype in ((CPU, torch.bfloat16), (CPU, torch.float32)):
         mask, expected = visibility(T, 0, None, None, device, dtype, STARTS), visible(T, 0, None, POSITIONS, CPU)
