@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,10 @@ class Saving:
                     print(f"surokit: {error}", file=sys.stderr, flush=True)
                 raise
 
-        self._pending, self._told, self.saved_at = peers.later(work), False, session.steps
+        # the thread waits for what the current device has been given: the copies are on the session's
+        with torch.cuda.device(session.device) if session.device.type == "cuda" else nullcontext():
+            self._pending = peers.later(work)
+        self._told, self.saved_at = False, session.steps
         return checkpoints.place_of(folder, session.steps)
 
     def _folder(self, peers: Peers) -> Path:

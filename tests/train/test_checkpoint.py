@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import nn
 import surokit as sk
 from surokit.applied import fusion_of
 from surokit.runs.status import read_status
-from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session
+from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session, checkpointing
 from surokit.train import checkpoint_files as checkpoints
 from tests.refusals import refused, warned
 from tests.train.test_session import Trap
@@ -652,3 +654,33 @@ class TestDecoder:
         with refused(ValueError):
             session.sample("")
         assert weights(session).keys() == weights(again).keys()
+
+
+def test_a_save_that_is_not_waited_for_follows_the_sessions_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread waits for what the current device was given: of several GPUs, that has to be the one with the copies."""
+    session, current = make_session(run_dir=tmp_path / "run"), ["cpu"]
+    session.run(1)
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    asked: list[str] = []
+    later = session.peers.later
+
+    def noting(work: Callable[[], Any]) -> Any:
+        asked.append(current[-1])
+        return later(work)
+
+    monkeypatch.setattr(session.peers, "later", noting)
+    content = checkpointing.content_of(session, session.peers)
+    monkeypatch.setattr("surokit.train.checkpointing.content_of", lambda *_: content)
+    session.device = torch.device("cuda", 1)
+    session.saving.save(wait=False)
+    assert asked == ["cuda:1"]
+    session.saving.wait()
