@@ -17,6 +17,7 @@ from surokit.profiler.monitoring.monitor import Monitor
 from surokit.profiler.monitoring.windows import FIRST
 from surokit.profiler.record import watch as watching
 from surokit.profiler.record.tracer import LEAVES_OUT, new_trace, read_events, start, stopped, without_chatter
+from tests.clocks import Clock
 from tests.profiler.models import Net, by, line_of, row, train
 from tests.refusals import refused
 
@@ -469,6 +470,24 @@ def test_repeated_calls():
     assert p.summary["steps"] == 4
     assert p.summary["unprofiled_ms"] > 0
     assert by(p.modules, "module").loc["head", "calls"] == 1
+
+
+def test_calls_without_the_profiler_are_timed_until_the_device_is_done(monkeypatch):
+    clock, asked = Clock(), list[float]()
+
+    def run():
+        torch.ones(2).sum()
+        asked.append(0.04)  # the device's work, which the call only asks for
+        clock.sleep(0.001)
+
+    def wait():
+        while asked:
+            clock.sleep(asked.pop())
+
+    monkeypatch.setattr("surokit.profiler.record.capture.time", clock)
+    monkeypatch.setattr("surokit.profiler.record.capture.synchronize", wait)
+    p = profile_calls(run, steps=2, warmup=4)
+    assert p.summary["unprofiled_ms"] == pytest.approx(41)
 
 
 def test_repeated_calls_that_fail_carry_the_profile():

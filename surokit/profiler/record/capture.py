@@ -97,7 +97,8 @@ def profile_calls(
     usd_per_gpu_hour: float | None = None,
 ) -> Profile:
     """Profile repeated calls, each a step: `warmup` calls, then `steps` that count. The first warm-up call is for what is
-    built on first use, the last is recorded with shapes, and those between are timed without the profiler.
+    built on first use, the last is recorded with shapes, and those between are timed without the profiler, each until the device
+    is done.
 
     When a call raises, the exception passes on; once the profiler ran it carries the profile so far as its attribute
     `profile`. The other arguments and errors are those of `profile`.
@@ -108,8 +109,10 @@ def profile_calls(
     capture.optimizer_marks = False
     walls = []
     for _ in range(warmup - 1):
+        synchronize()
         begin = time.perf_counter_ns()
         run()
+        synchronize()  # a call on a GPU returns before its work is done
         walls.append(time.perf_counter_ns() - begin)
     if walls[1:]:
         capture.unprofiled_ns = int(np.median(walls[1:]))
