@@ -77,20 +77,32 @@ class Modules:
             o.notes.append(f"{text} ({share:.0%} of their time)")
         elif (nodes & (self.owner_A == GRAPH)).any():
             o.notes.append("modules' hooks do not run in a CUDA graph: its kernels are the row (cuda graph)")
+        if o.r.shaped is not None and self.shaped_by is None:
+            o.notes.append(
+                "FLOPs are unknown: no operator runs in a CUDA graph; p.named_by(eager) takes them from a step without graphs, "
+                "profiled with warmup=2 or more"
+            )
 
     # ------------------------------------------------------------------------------------------------ FLOPs
+
+    @property
+    def shaped_by(self) -> Recording | None:
+        """Return the recording that has the shapes of a whole step. No operator runs in the replay of a CUDA graph, so the
+        shapes of such a step are those of the step without graphs; None without any."""
+        known = (self.named_by,) if self.o.in_graph_A.any() else (self.o.r, self.named_by)
+        return next((r for r in known if r is not None and r.shaped is not None), None)
 
     @cached_property
     def flop(self) -> Int | None:
         """Sum the FLOPs of a step by owner: the modules, then PSEUDO from the end. The result is None without recorded shapes."""
-        for r in (self.o.r, self.named_by):
-            if r is not None and r.shaped is not None:
-                events = r.shaped.timeline
-                owner, _ = Owners(r, events).at(events.thread_E, events.start_E)
-                sums = np.zeros(len(self.modules) + len(PSEUDO), np.int64)
-                np.add.at(sums, self._own_index(r, owner), r.shaped.flop_E)
-                return sums
-        return None
+        r = self.shaped_by
+        if r is None or r.shaped is None:
+            return None
+        events = r.shaped.timeline
+        owner, _ = Owners(r, events).at(events.thread_E, events.start_E)
+        sums = np.zeros(len(self.modules) + len(PSEUDO), np.int64)
+        np.add.at(sums, self._own_index(r, owner), r.shaped.flop_E)
+        return sums
 
     # ------------------------------------------------------------------------------------------------ the table
 

@@ -290,7 +290,8 @@ class Profile:
 
     def named_by(self, eager: Profile) -> Profile:
         """Return a copy in which the kernels of replayed CUDA graphs belong to the modules that launched the same kernels
-        in `eager`, a profile of a step without graphs. Hooks do not run in a replay; a note says how many could be named."""
+        in `eager`, a profile of a step without graphs, and FLOPs are that step's. Hooks do not run in a replay; a note says how
+        many could be named."""
         named = Profile.__new__(Profile)
         named._eager, named.by, named._waited = eager._done(), self.by, self._waited
         named._finish(self._done(), self.name)
@@ -310,14 +311,14 @@ class Profile:
         gib. It is shown with the modules from then on.
 
         gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
-        is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step.
+        is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step, and for steps in CUDA graphs those
+        of `named_by`.
         """
         from surokit.profiler.analysis.speed_of_light import cached_gpu, speed_of_light
 
         recording = self._done()
-        self._light = speed_of_light(
-            recording, self._analysis.tables["modules"], gpu if gpu is not None else cached_gpu(recording.device)
-        )
+        found = gpu if gpu is not None else cached_gpu(recording.device)
+        self._light = speed_of_light(recording, self._analysis.tables["modules"], found, self._eager)
         import pandas
 
         return pandas.DataFrame(self._light)
