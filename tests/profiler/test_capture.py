@@ -91,6 +91,50 @@ def test_tokens_are_the_largest_embedding_lookup(trained):
     assert p.summary["tokens_per_s"] == pytest.approx(1000 / p.summary["wall_ms"] * 1e3)
 
 
+def tokens_of(p):
+    return p.summary["tokens_per_s"] * p.summary["wall_ms"] / 1e3
+
+
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_tokens_and_flops_are_those_of_the_measured_steps(by_optimizer, tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for warm, measured in ((64, 4), (4, 64), (8, 8)):
+        with profile(steps=2, warmup=3) as p:
+            for length in (warm, warm, warm, measured, measured):
+                model(torch.zeros(2, length, dtype=torch.int64)).sum().backward()
+                optimizer.step()
+                if not by_optimizer:
+                    p.step()
+        assert tokens_of(p) == pytest.approx(2 * measured)
+        for kept in (p, Profile.load(p.save(tmp_path / "p.json"))):
+            known = warm == measured
+            assert (kept.summary["gflop_per_step"] is not None) is (kept.summary["tflops"] is not None) is known
+            assert any("times the tokens of a measured step" in note for note in kept.notes) is not known
+
+
+def test_a_prompt_before_the_tokens_that_follow_it_is_warm_up():
+    model = Net()
+    with profile(steps=3, warmup=2) as p, torch.no_grad():
+        for length in (512, 1, 1, 1, 1):
+            model(torch.zeros(1, length, dtype=torch.int64))
+            p.step()
+    assert tokens_of(p) == pytest.approx(1)
+    assert p.summary["gflop_per_step"] > 0
+
+
+def test_tokens_of_calls_without_gradients_count_where_no_others_do():
+    model, reference = Net(), Net()
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    with profile(steps=2, warmup=1) as p:
+        for _ in range(3):
+            with torch.no_grad():
+                reference(ids.repeat(1, 4))
+            model(ids).sum().backward()
+            p.step()
+    assert tokens_of(p) == pytest.approx(16)
+
+
 def test_own_overhead_is_reported(trained):
     assert trained.summary["overhead_ms"] > 0
     assert trained._recording.costs.event_ns > 0

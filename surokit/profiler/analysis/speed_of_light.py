@@ -47,7 +47,7 @@ def speed_of_light(recording: Recording, modules: Table, gpu: Gpu, named_by: Rec
     if r is None or r.shaped is None:
         raise ValueError(
             "This profile has no shapes of a step's operators, which the speed of light needs: profile with warmup=2 or more, "
-            "and where steps are CUDA graphs take p.named_by(eager), with a profile of a step without graphs."
+            "steps of one size, and where they are CUDA graphs take p.named_by(eager), with a profile of a step without graphs."
         )
     shaped = r.shaped
     products_R, bandwidth, launch_us = _rates(gpu)
