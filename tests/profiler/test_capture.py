@@ -135,6 +135,39 @@ def test_tokens_of_calls_without_gradients_count_where_no_others_do():
     assert tokens_of(p) == pytest.approx(16)
 
 
+def test_the_peak_on_a_device_is_the_blocks(monkeypatch):
+    peak = 3 * 2**30  # before the block
+    fakes = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "get_sync_debug_mode": lambda: 1,
+        "get_device_name": lambda: "a GPU",
+        "max_memory_allocated": lambda: peak,
+    }
+
+    def reset():
+        nonlocal peak
+        peak = 2**30
+
+    for name, value in (fakes | {"reset_peak_memory_stats": reset}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("surokit.profiler.record.tracer.wait_for_device", lambda: None)
+    with profile(steps=2, warmup=0, gpu=False) as p:
+        for gib in (2, 1):
+            torch.ones(2).sum()
+            peak = max(peak, gib * 2**30)
+            p.step()
+    assert p.summary["peak_gib"] == 2
+    assert "2 GiB at the peak" in repr(p)
+    assert "peak_gib" in set(p.diff(p).metric)
+
+
+def test_the_peak_of_a_process_is_not_compared(trained):
+    assert "GiB at the process's peak so far" in repr(trained)
+    assert "peak_gib" not in set(trained.diff(trained).metric)
+
+
 def test_own_overhead_is_reported(trained):
     assert trained.summary["overhead_ms"] > 0
     assert trained._recording.costs.event_ns > 0

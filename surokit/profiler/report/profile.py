@@ -94,7 +94,8 @@ class Profile:
         nothing else runs) and phases_idle_ms (not even that); phases_overlapped_ms (data is exchanged beside work);
         tokens_per_s, gflop_per_step, tflops (reached),
         launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
-        h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
+        h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib (of tensors
+        in the block on CUDA, of the process so far on a CPU);
         steps, warmup, device, activity ("gpu" or "cpu"); overhead_ms (the profiler's own share of a step, estimated from a
         calibration just before the block) and unprofiled_ms (a step measured without it, where calls were repeated).
         """
