@@ -2,6 +2,8 @@
 
     light of an operator = max(FLOPs / rate of its products, bytes / bandwidth)        FLOPs and bytes as `work` counts them
 
+Of causal attention, which `work` counts at every key, half the FLOPs take time: kernels skip the keys that a query does not see.
+
 Rates are the ceilings of a calibration (surokit/calibration.py); without one, those of the datasheet, which few runs reach.
 The light of a module is the sum over the operators that it runs itself, forward and backward, and stands beside its own
 measured time; so the pseudo-rows have one as well. A share above one says that the data was in a cache, which the copy of a
@@ -53,7 +55,8 @@ def speed_of_light(recording: Recording, modules: Table, gpu: Gpu, named_by: Rec
     products_R, bandwidth, launch_us = _rates(gpu)
     # an operator that multiplies in a format without a rate of its own is taken at float32's
     rate_E = np.where(shaped.rate_E < 0, RATES.index("fp32"), shaped.rate_E)
-    compute_E = shaped.flop_E / products_R[rate_E] / 1e9
+    done_E = shaped.flop_E - shaped.skipped_E if len(shaped.skipped_E) else shaped.flop_E
+    compute_E = done_E / products_R[rate_E] / 1e9
     memory_E = shaped.bytes_E / bandwidth / 1e9
     light_E = np.maximum(compute_E, memory_E)
     events = shaped.timeline
