@@ -17,6 +17,7 @@ from surokit.profiler.monitoring.monitor import Monitor
 from surokit.profiler.monitoring.windows import FIRST
 from surokit.profiler.record import watch as watching
 from surokit.profiler.record.tracer import LEAVES_OUT, new_trace, read_events, start, stopped, without_chatter
+from tests.clocks import Clock
 from tests.profiler.models import Net, by, line_of, row, train
 from tests.refusals import refused
 
@@ -88,6 +89,83 @@ def test_tokens_are_the_largest_embedding_lookup(trained):
     with profile(tokens=1000) as p:
         train(4)
     assert p.summary["tokens_per_s"] == pytest.approx(1000 / p.summary["wall_ms"] * 1e3)
+
+
+def tokens_of(p):
+    return p.summary["tokens_per_s"] * p.summary["wall_ms"] / 1e3
+
+
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_tokens_and_flops_are_those_of_the_measured_steps(by_optimizer, tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for warm, measured in ((64, 4), (4, 64), (8, 8)):
+        with profile(steps=2, warmup=3) as p:
+            for length in (warm, warm, warm, measured, measured):
+                model(torch.zeros(2, length, dtype=torch.int64)).sum().backward()
+                optimizer.step()
+                if not by_optimizer:
+                    p.step()
+        assert tokens_of(p) == pytest.approx(2 * measured)
+        for kept in (p, Profile.load(p.save(tmp_path / "p.json"))):
+            known = warm == measured
+            assert (kept.summary["gflop_per_step"] is not None) is (kept.summary["tflops"] is not None) is known
+            assert any("times the tokens of a measured step" in note for note in kept.notes) is not known
+
+
+def test_a_prompt_before_the_tokens_that_follow_it_is_warm_up():
+    model = Net()
+    with profile(steps=3, warmup=2) as p, torch.no_grad():
+        for length in (512, 1, 1, 1, 1):
+            model(torch.zeros(1, length, dtype=torch.int64))
+            p.step()
+    assert tokens_of(p) == pytest.approx(1)
+    assert p.summary["gflop_per_step"] > 0
+
+
+def test_tokens_of_calls_without_gradients_count_where_no_others_do():
+    model, reference = Net(), Net()
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    with profile(steps=2, warmup=1) as p:
+        for _ in range(3):
+            with torch.no_grad():
+                reference(ids.repeat(1, 4))
+            model(ids).sum().backward()
+            p.step()
+    assert tokens_of(p) == pytest.approx(16)
+
+
+def test_the_peak_on_a_device_is_the_blocks(monkeypatch):
+    peak = 3 * 2**30  # before the block
+    fakes = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "get_sync_debug_mode": lambda: 1,
+        "get_device_name": lambda: "a GPU",
+        "max_memory_allocated": lambda: peak,
+    }
+
+    def reset():
+        nonlocal peak
+        peak = 2**30
+
+    for name, value in (fakes | {"reset_peak_memory_stats": reset}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("surokit.profiler.record.tracer.wait_for_device", lambda: None)
+    with profile(steps=2, warmup=0, gpu=False) as p:
+        for gib in (2, 1):
+            torch.ones(2).sum()
+            peak = max(peak, gib * 2**30)
+            p.step()
+    assert p.summary["peak_gib"] == 2
+    assert "2 GiB at the peak" in repr(p)
+    assert "peak_gib" in set(p.diff(p).metric)
+
+
+def test_the_peak_of_a_process_is_not_compared(trained):
+    assert "GiB at the process's peak so far" in repr(trained)
+    assert "peak_gib" not in set(trained.diff(trained).metric)
 
 
 def test_own_overhead_is_reported(trained):
@@ -469,6 +547,24 @@ def test_repeated_calls():
     assert p.summary["steps"] == 4
     assert p.summary["unprofiled_ms"] > 0
     assert by(p.modules, "module").loc["head", "calls"] == 1
+
+
+def test_calls_without_the_profiler_are_timed_until_the_device_is_done(monkeypatch):
+    clock, asked = Clock(), list[float]()
+
+    def run():
+        torch.ones(2).sum()
+        asked.append(0.04)  # the device's work, which the call only asks for
+        clock.sleep(0.001)
+
+    def wait():
+        while asked:
+            clock.sleep(asked.pop())
+
+    monkeypatch.setattr("surokit.profiler.record.capture.time", clock)
+    monkeypatch.setattr("surokit.profiler.record.capture.synchronize", wait)
+    p = profile_calls(run, steps=2, warmup=4)
+    assert p.summary["unprofiled_ms"] == pytest.approx(41)
 
 
 def test_repeated_calls_that_fail_carry_the_profile():

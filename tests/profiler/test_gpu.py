@@ -234,6 +234,12 @@ def test_without_device_activity():
     assert any("gpu=False" in note for note in p.notes)
 
 
+def test_the_peak_is_the_blocks():
+    before = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    del before
+    assert train().summary["peak_gib"] < 0.9
+
+
 def test_a_trace_comes_back_the_same(tmp_path):
     p = record(tmp_path / "trace.json.gz")
     back = Profile.from_trace(tmp_path / "trace.json.gz")

@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surokit.hardware.gpus import Ceilings, Gpu
+from surokit.profiler import Profile
 from surokit.profiler.analysis.graphs import CELLS, align
 from surokit.profiler.analysis.parts import parts_table
 from surokit.profiler.analysis.tables import analyse
 from surokit.profiler.analysis.timeline import Event, Kind
 from surokit.profiler.record.recording import Shaped
 from tests.profiler.traces import REPLAYED, US, asked, block, eager_step, replay, spans
+from tests.refusals import refused
 
 
 def us(values):
@@ -78,16 +81,42 @@ def test_parts_of_a_replay_know_the_operators_of_the_eager_step():
     assert "Linear, fused" not in parts_table(graph)["part"]
 
 
-def test_flops_of_a_replay_are_those_of_the_eager_step():
-    eager = eager_step()
-    products = eager.timeline.is_named(n == "aten::mm" for n in eager.timeline.names)
-    flop = np.where(products, 2_000_000, 0)
-    found = analyse(replay(), replace(eager, shaped=Shaped(eager.timeline, flop, flop, flop * 0)))
+def with_products(r, flop=2_000_000):
+    """The recording with shapes: so many FLOPs a product."""
+    products = r.timeline.is_named(n == "aten::mm" for n in r.timeline.names)
+    flop_E = np.where(products, flop, 0)
+    return replace(r, shaped=Shaped(r.timeline, flop_E, flop_E, flop_E * 0))
+
+
+@pytest.mark.parametrize("recorded", [replay(), with_products(replay())], ids=["no shapes", "shapes of a replay"])
+def test_flops_of_a_replay_are_those_of_the_eager_step(recorded):
+    found = analyse(recorded, with_products(eager_step()))
     table = found.tables["modules"]
     assert dict(zip(table["module"], table["gflop"])) == pytest.approx(
         {"Net": 0.008, "a": 0.002, "b": 0.006, "(optimizer)": 0}
     )
     assert found.summary["gflop_per_step"] == pytest.approx(0.008)
+    assert not any("FLOPs are unknown" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("eager", [None, eager_step()], ids=["alone", "named without shapes"])
+def test_flops_of_a_replay_alone_are_unknown(eager):
+    found = analyse(with_products(replay()), eager)
+    assert found.summary["gflop_per_step"] is found.summary["tflops"] is None
+    assert set(found.tables["modules"]["gflop"]) == {None}
+    assert any("no operator runs in a CUDA graph" in note for note in found.notes)
+
+
+def test_the_light_of_a_replay_is_that_of_the_eager_step():
+    gpu = Gpu("mine", ceilings=Ceilings("today", bf16_tflops=4.0, bandwidth_tb_s=0.5))
+    graph = Profile(with_products(replay()))
+    named = graph.named_by(Profile(with_products(eager_step())))
+    light = named.speed_of_light(gpu)
+    assert dict(zip(light.module, light.gflop)) == pytest.approx(
+        {"(whole step)": 0.008, "a": 0.002, "b": 0.006, "(optimizer)": 0}
+    )
+    with refused(ValueError):
+        graph.speed_of_light(gpu)
 
 
 def test_nothing_in_common_names_nothing():

@@ -13,7 +13,7 @@ from surokit.profiler.analysis.roles import Table
 from surokit.profiler.analysis.speed_of_light import WHOLE, cached_gpu, speed_of_light
 from surokit.profiler.analysis.tables import analyse
 from surokit.profiler.analysis.timeline import Event, Kind, Timeline
-from surokit.profiler.record.recording import RATES, Recording, Shaped
+from surokit.profiler.record.recording import RATES, Recording, Shaped, pack, unpack
 from tests.profiler.test_work import Unet, shaped
 from tests.profiler.traces import gpu_recording
 from tests.refusals import refused
@@ -101,6 +101,20 @@ def test_float8_runs_at_its_own_rate_where_there_is_one():
     ceilings = Ceilings("today", bf16_tflops=4.0, fp8_tflops=8.0, bandwidth_tb_s=0.5)
     hopper = Gpu("mine", ceilings=ceilings, capability=(9, 0))
     assert speed_of_light(hand_made(event), MODULES, hopper)["light_ms"][0] == pytest.approx(1.0)
+
+
+def test_causal_attention_has_the_light_of_half_its_flops():
+    def of(causal):
+        q, k, v = torch.randn(3, 1, 2, 256, 64, requires_grad=True).unbind()
+        attend = nn.functional.scaled_dot_product_attention
+        step = shaped(lambda: attend(q, k, v, is_causal=causal).sum().backward())
+        recording = gpu_recording(shaped=unpack(pack(gpu_recording(shaped=step))).shaped)
+        slow = Gpu("mine", ceilings=Ceilings("today", fp32_tflops=1e-3, bandwidth_tb_s=0.5))  # all is compute
+        return {name: column[0] for name, column in speed_of_light(recording, MODULES, slow).items()}
+
+    whole, half = of(False), of(True)
+    assert half["gflop"] == whole["gflop"] > 0
+    assert half["light_ms"] == pytest.approx(whole["light_ms"] / 2, rel=0.01)
 
 
 def test_a_datasheet_knows_no_float32_so_its_bfloat16_is_the_bound():

@@ -99,6 +99,30 @@ def test_a_step_of_a_trace_is_one_turn_of_the_loop(written):
     assert written(nested).marks_ns == (90_000, 190_000, 290_000)
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_an_optimizers_counters_are_no_reads_of_the_device(written, on_gpu):
+    def event(category, name, start, length, **args):
+        return {**GOOD, "cat": category, "name": name, "ts": start, "dur": length, "args": args}
+
+    read = "aten::_local_scalar_dense"
+    counters = [event("cpu_op", read, 110 + 2 * k, 1) for k in range(20)]
+    device = [
+        event("cuda_runtime", "cudaLaunchKernel", 92, 4, correlation=1),
+        event("kernel", "gemm", 96, 20, correlation=1, stream=7),
+        event("cuda_runtime", "cudaStreamSynchronize", 202, 50, correlation=2),
+    ]
+    recording = written(
+        [
+            event("cpu_op", "aten::mm", 90, 8),
+            event("user_annotation", "Optimizer.step#AdamW.step", 100, 80),
+            *counters,
+            event("cpu_op", read, 200, 60),  # of the loss, on the device where there is one
+            *(device if on_gpu else []),
+        ]
+    )
+    assert [(s.call, s.end_ns - s.start_ns) for s in recording.syncs] == [(".item()", 60_000)]
+
+
 def left_out(path):
     kept = ("cpu_op", "user_annotation")
     return sum(e.get("cat") not in kept or e["ph"] != "X" for e in json.loads(path.read_text())["traceEvents"])

@@ -16,6 +16,18 @@ from surokit.profiler.analysis.roles import Observed, Table, ms, table
 from surokit.profiler.analysis.timeline import Int
 from surokit.profiler.record.recording import Recording
 
+_IN_GRAPHS = (
+    "FLOPs are unknown: no operator runs in a CUDA graph; p.named_by(eager) takes them from a step without graphs, profiled with "
+    "warmup=2 or more"
+)
+_OTHER_SIZE = (
+    "FLOPs are unknown: the warm-up step that was recorded for them had {:.3g} times the tokens of a measured step"
+)
+
+
+def _alike(size: float) -> bool:
+    return abs(size - 1) <= 0.02
+
 
 class Modules:
     """Modules say who asked for each activity of a recording. `named_by` is the recording of a step without CUDA graphs,
@@ -38,6 +50,8 @@ class Modules:
             if named_by is not None:
                 self._name_after(Observed(named_by))
             self._note_graphs()
+        if o.r.shaped is not None and self.shaped_by is None:
+            o.notes.append(_IN_GRAPHS if o.in_graph_A.any() else _OTHER_SIZE.format(o.r.shaped.size))
 
     def _name_after(self, eager: Observed) -> None:
         index = repeats(eager, self.o)
@@ -80,17 +94,24 @@ class Modules:
 
     # ------------------------------------------------------------------------------------------------ FLOPs
 
+    @property
+    def shaped_by(self) -> Recording | None:
+        """Return the recording that has the shapes of a step like the measured ones, or None. No operator runs in the replay of a
+        CUDA graph, so the shapes of such a step are those of the step without graphs."""
+        known = (self.named_by,) if self.o.in_graph_A.any() else (self.o.r, self.named_by)
+        return next((r for r in known if r is not None and r.shaped is not None and _alike(r.shaped.size)), None)
+
     @cached_property
     def flop(self) -> Int | None:
         """Sum the FLOPs of a step by owner: the modules, then PSEUDO from the end. The result is None without recorded shapes."""
-        for r in (self.o.r, self.named_by):
-            if r is not None and r.shaped is not None:
-                events = r.shaped.timeline
-                owner, _ = Owners(r, events).at(events.thread_E, events.start_E)
-                sums = np.zeros(len(self.modules) + len(PSEUDO), np.int64)
-                np.add.at(sums, self._own_index(r, owner), r.shaped.flop_E)
-                return sums
-        return None
+        r = self.shaped_by
+        if r is None or r.shaped is None:
+            return None
+        events = r.shaped.timeline
+        owner, _ = Owners(r, events).at(events.thread_E, events.start_E)
+        sums = np.zeros(len(self.modules) + len(PSEUDO), np.int64)
+        np.add.at(sums, self._own_index(r, owner), r.shaped.flop_E)
+        return sums
 
     # ------------------------------------------------------------------------------------------------ the table
 

@@ -2,6 +2,8 @@
 
     light of an operator = max(FLOPs / rate of its products, bytes / bandwidth)        FLOPs and bytes as `work` counts them
 
+Of causal attention, which `work` counts at every key, half the FLOPs take time: kernels skip the keys that a query does not see.
+
 Rates are the ceilings of a calibration (surokit/calibration.py); without one, those of the datasheet, which few runs reach.
 The light of a module is the sum over the operators that it runs itself, forward and backward, and stands beside its own
 measured time; so the pseudo-rows have one as well. A share above one says that the data was in a cache, which the copy of a
@@ -22,8 +24,9 @@ import numpy.typing as npt
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.rates import Rates, rates_of
 from surokit.profiler.analysis.attribution import shown_path
+from surokit.profiler.analysis.modules import Modules
 from surokit.profiler.analysis.owners import PSEUDO, Owners
-from surokit.profiler.analysis.roles import Table, table
+from surokit.profiler.analysis.roles import Observed, Table, table
 from surokit.profiler.record.recording import RATES, Recording
 
 Sums = npt.NDArray[np.float64]
@@ -31,8 +34,9 @@ WHOLE = "(whole step)"
 _KINDS: dict[str, Any] = {"fp8": "tensor", "fp4": "nv"}  # the planner keeps rates by the tensor cores' own names
 
 
-def speed_of_light(recording: Recording, modules: Table, gpu: Gpu) -> Table:
-    """Return one row for each module and pseudo-row that has own time or work, with the whole step first.
+def speed_of_light(recording: Recording, modules: Table, gpu: Gpu, named_by: Recording | None = None) -> Table:
+    """Return one row for each module and pseudo-row that has own time or work, with the whole step first. `named_by` is the
+    recording of a step without CUDA graphs, which has the shapes of what replayed graphs do.
 
     Columns: module, self_ms (as the table `modules` of a profile has it), light_ms, share (light / self), bound, gflop,
     gib (of the module itself, a step). bound is "compute", "memory", on a CPU "overhead", or "unknown" where no work was
@@ -40,22 +44,26 @@ def speed_of_light(recording: Recording, modules: Table, gpu: Gpu) -> Table:
 
     Raises ValueError where no shapes were recorded, or where a rate of `gpu` that they need is not known.
     """
-    shaped = recording.shaped
-    if shaped is None:
+    found = Modules(Observed(recording), named_by)
+    r = found.shaped_by
+    if r is None or r.shaped is None:
         raise ValueError(
-            "This profile has no shapes of a step's operators, which the speed of light needs: profile with warmup=2 or more."
+            "This profile has no shapes of a step's operators, which the speed of light needs: profile with warmup=2 or more, "
+            "steps of one size, and where they are CUDA graphs take p.named_by(eager), with a profile of a step without graphs."
         )
+    shaped = r.shaped
     products_R, bandwidth, launch_us = _rates(gpu)
     # an operator that multiplies in a format without a rate of its own is taken at float32's
     rate_E = np.where(shaped.rate_E < 0, RATES.index("fp32"), shaped.rate_E)
-    compute_E = shaped.flop_E / products_R[rate_E] / 1e9
+    done_E = shaped.flop_E - shaped.skipped_E if len(shaped.skipped_E) else shaped.flop_E
+    compute_E = done_E / products_R[rate_E] / 1e9
     memory_E = shaped.bytes_E / bandwidth / 1e9
     light_E = np.maximum(compute_E, memory_E)
     events = shaped.timeline
-    owner_E, _ = Owners(recording, events).at(events.thread_E, events.start_E)
+    owner_E, _ = Owners(r, events).at(events.thread_E, events.start_E)
     works_E = (shaped.flop_E > 0) | (shaped.bytes_E > 0)
     computing_E = np.where(compute_E >= memory_E, light_E, 0)
-    names = [shown_path(path, recording.modules) for path, _ in recording.modules] + list(reversed(PSEUDO))
+    names = [shown_path(path, found.modules) for path, _ in r.modules] + list(reversed(PSEUDO))
     sums = np.zeros((len(names), 5))  # pseudo-rows from the end, as owners below zero count
     np.add.at(sums, owner_E, np.stack([light_E, computing_E, works_E, shaped.flop_E, shaped.bytes_E], axis=1))
     own: defaultdict[str, float] = defaultdict(float)

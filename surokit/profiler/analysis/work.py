@@ -134,12 +134,14 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
         raise ValueError(
             f"{len(inputs)} inputs were given for {len(events)} events: give one each, empty for no operator."
         )
-    known: dict[str, tuple[OperatorWork, dict[Shape, str]]] = {}
+    known: dict[str, tuple[OperatorWork, dict[Shape, str], bool]] = {}
     dtype_of: dict[Shape, str] = {}  # of the last tensor of a shape: what a list's tensors are most likely of
     names = [events.names[i] for i in events.name_E.tolist()]
     own: list[OperatorWork] = []
+    causal_E = np.zeros(len(names), bool)
     with _unseen():
-        for name, operator, (shapes, dtypes, concrete) in zip(names, events.is_kind(Kind.OP).tolist(), inputs):
+        operators = events.is_kind(Kind.OP).tolist()
+        for i, (name, operator, (shapes, dtypes, concrete)) in enumerate(zip(names, operators, inputs)):
             if not operator or not len(shapes):
                 own.append(OperatorWork())
                 continue
@@ -147,8 +149,9 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
             if key not in known or _LIST in dtypes:
                 arguments = _arguments(shapes, dtypes, dtype_of)
                 work = _work(name, arguments, tuple(dtypes), concrete)
-                known[key] = work, {a.shape: a.dtype for a in arguments if isinstance(a, _Tensor)}
-            work, taken = known[key]
+                taken = {a.shape: a.dtype for a in arguments if isinstance(a, _Tensor)}
+                known[key] = work, taken, work.flop > 0 and _is_causal(name, tuple(dtypes), concrete)
+            work, taken, causal_E[i] = known[key]
             dtype_of.update(taken)
             own.append(work)
     parents = _parents(events)
@@ -156,7 +159,7 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
         own[i] = OperatorWork()
     settled = _settled(own, parents)
     flop_E, bytes_E, rate_E = (np.array([work[i] for work in settled], np.int64) for i in range(3))
-    return Shaped(events, flop_E, bytes_E, rate_E)
+    return Shaped(events, flop_E, bytes_E, rate_E, skipped_E=np.where(causal_E, flop_E // 2, 0))
 
 
 @contextmanager
@@ -261,6 +264,13 @@ def _overload(name: str, dtypes: tuple[str, ...]) -> torch._ops.OpOverload | Non
         if len(taken) == len(dtypes) and all(_takes(str(a.type), dtype) for a, dtype in zip(taken, dtypes)):
             return found
     return None
+
+
+def _is_causal(name: str, dtypes: tuple[str, ...], concrete: Sequence[Any]) -> bool:
+    """Return whether the operator is attention in which a query sees no later key."""
+    operator = _overload(name, dtypes)
+    taken = () if operator is None else operator._schema.arguments
+    return any(a.name in ("is_causal", "custom_mask_type") and bool(value) for a, value in zip(taken, concrete))
 
 
 def _takes(declared: str, dtype: str) -> bool:

@@ -35,7 +35,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from surokit.profiler.record.recorder import Recorder, shaped_part
-from surokit.profiler.record.recording import Recording
+from surokit.profiler.record.recording import Recording, Shaped
 from surokit.profiler.record.settings import optimizer_setting, torch_settings
 from surokit.profiler.record.tracer import RawTrace, capturing, synchronize
 from surokit.profiler.record.watch import on_optimizer_step
@@ -62,7 +62,8 @@ def profile(
     or more, one is recorded with the shapes of its operators, for FLOPs. Recording stops after `warmup + steps`, the block
     itself runs to its end. A block with fewer steps uses what there is, and without any the block is one step.
 
-    tokens: tokens in a step, for tokens_per_s; None takes the elements of the largest embedding lookup.
+    tokens: tokens in a step, for tokens_per_s; None takes the elements of the largest embedding lookup in each call of a model.
+    Calls without gradients (a reference model, an evaluation) do not count where others have them.
     sample: sample the user's line every 5 ms, to name the lines of long gaps.
     name: a title for the profile.
     gpu: False leaves device activity out, where the driver or another tool stands in the way: times are then the host's.
@@ -97,7 +98,8 @@ def profile_calls(
     usd_per_gpu_hour: float | None = None,
 ) -> Profile:
     """Profile repeated calls, each a step: `warmup` calls, then `steps` that count. The first warm-up call is for what is
-    built on first use, the last is recorded with shapes, and those between are timed without the profiler.
+    built on first use, the last is recorded with shapes, and those between are timed without the profiler, each until the device
+    is done.
 
     When a call raises, the exception passes on; once the profiler ran it carries the profile so far as its attribute
     `profile`. The other arguments and errors are those of `profile`.
@@ -108,8 +110,10 @@ def profile_calls(
     capture.optimizer_marks = False
     walls = []
     for _ in range(warmup - 1):
+        synchronize()
         begin = time.perf_counter_ns()
         run()
+        synchronize()  # a call on a GPU returns before its work is done
         walls.append(time.perf_counter_ns() - begin)
     if walls[1:]:
         capture.unprofiled_ns = int(np.median(walls[1:]))
@@ -154,6 +158,7 @@ class _Mark(NamedTuple):
     next_ns: int
     who: object
     thread: int
+    tokens: tuple[int, int]  # so far
 
 
 class Capture:
@@ -204,7 +209,7 @@ class Capture:
         self._recorder: Recorder
         self._leader: object = None  # who decides where warm-up ends
         self._stage = _Stage.SHAPED if self._warmup == 1 + self.optimizer_marks else _Stage.EARLY
-        self._shaped: tuple[RawTrace, bool] | None = None  # and whether p.step() marked it
+        self._shaped: tuple[RawTrace, bool, int] | None = None  # and whether p.step() marked it, and its tokens
         with ExitStack() as stack:
             if self._eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -227,7 +232,7 @@ class Capture:
             self.profile._too_early = (
                 "this profile is inside another profile: it is cut from that one and read when that one ends"
             )
-        self._tokens_before = self._recorder.watch.tokens
+        self._tokens_before = self._part_tokens = self._recorder.watch.tokens
         self._start_ns = time.time_ns()
         return self.profile
 
@@ -279,7 +284,8 @@ class Capture:
                 if who == self._leader:
                     self._recorder.step_ended()
                 self._advance(who, now)
-            self._marks.append(_Mark(now, time.time_ns(), who, threading.get_native_id()))
+            tokens = self._recorder.watch.tokens
+            self._marks.append(_Mark(now, time.time_ns(), who, threading.get_native_id(), tokens))
             if self._counts[who] >= self._warmup + self._steps and (who == _USER or not self._counts[_USER]):
                 self._end(now)
                 if self._outer is None:
@@ -308,10 +314,11 @@ class Capture:
         since_ns = self._marks[-1].next_ns if self._marks else self._start_ns
         part = self._recorder.turn(shaped=stage == _Stage.SHAPED, at_once=who == _USER, since_ns=since_ns)
         if part is not None:
+            before, self._part_tokens = self._part_tokens, self._recorder.watch.tokens
             if (
                 self._stage == _Stage.SHAPED and part.start_ns < now
             ):  # else no module was called, and the step not recorded
-                self._shaped = part, who == _USER
+                self._shaped = part, who == _USER, _tokens_between(before, self._part_tokens)
             self._stage, self._leader = stage, who
 
     def _saw(self, part: RawTrace) -> bool:
@@ -330,7 +337,7 @@ class Capture:
     def _end(self, at_ns: int) -> None:
         self._settings = self._settings or torch_settings()
         self._end_ns = at_ns
-        self._seen_tokens = self._recorder.watch.tokens - self._tokens_before
+        self._end_tokens = self._recorder.watch.tokens
 
     def _stop_when_full(self) -> None:
         with self._lock:
@@ -361,7 +368,8 @@ class Capture:
         thread = Counter(mark.thread for mark in marks).most_common(1)[0][0] if marks else self._thread
         if thread != self._recorder.thread:
             notes.append(_ELSEWHERE)
-        shaped, by_optimizer = self._shaped_part(marks), bool(marks) and marks[0].who != _USER
+        tokens = self._tokens_of_a_step(marks)
+        shaped, by_optimizer = self._shaped_part(marks, tokens), bool(marks) and marks[0].who != _USER
         moments = tuple(mark.next_ns for mark in marks[:-1]) + tuple(mark.at_ns for mark in marks[-1:])
         if shaped is None and measured and warmup < 2:
             notes.append(_TOO_FEW)
@@ -379,22 +387,37 @@ class Capture:
             warmup=warmup,
             thread=thread,
             traced=recording.traced and thread == self._recorder.thread,
-            tokens_per_step=self._tokens
-            if self._tokens is not None
-            else self._seen_tokens / max(len(marks), 1) or None,
+            tokens_per_step=self._tokens if self._tokens is not None else tokens or None,
             unprofiled_ns=self.unprofiled_ns,
             notes=tuple(notes),
-            shaped=None if shaped is None else shaped_part(shaped),
+            shaped=shaped,
             settings=tuple(settings.items()),
             usd_per_gpu_hour=self._usd,
         )
 
-    def _shaped_part(self, marks: list[_Mark]) -> RawTrace | None:
+    def _tokens_of_a_step(self, marks: list[_Mark]) -> float:
+        """Return the mean over the measured steps; without marks, or with a single one, the block is the step."""
+        if len(marks) < 2:
+            return _tokens_between(self._tokens_before, self._end_tokens)
+        skipped = min(self._warmup, len(marks) - 1)
+        before = marks[skipped - 1].tokens if skipped else self._tokens_before
+        return _tokens_between(before, marks[-1].tokens) / (len(marks) - skipped)
+
+    def _shaped_part(self, marks: list[_Mark], tokens: float) -> Shaped | None:
+        """Return the step with shapes; `tokens` are those of a measured step."""
         if self._shaped is not None:
-            part, by_user = self._shaped
-            return part if by_user == (marks[0].who == _USER) else None
+            part, by_user, seen = self._shaped
+            size = seen / tokens if tokens else float(not seen)
+            return replace(shaped_part(part), size=size) if by_user == (marks[0].who == _USER) else None
         whole = not marks and self._outer is None and self._stage == _Stage.SHAPED  # the block is the step
-        return self._recorder.last_part if whole else None
+        last = self._recorder.last_part
+        return shaped_part(last) if whole and last is not None else None
+
+
+def _tokens_between(before: tuple[int, int], after: tuple[int, int]) -> int:
+    """Return the tokens that were looked up with gradients, or where there were none, without."""
+    without, with_gradients = (there - here for here, there in zip(before, after))
+    return with_gradients or without
 
 
 def _whole(value: object) -> bool:

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from surokit.profiler.analysis.timeline import CATEGORIES, Kind, Timeline
+from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES
+from surokit.profiler.analysis.timeline import CATEGORIES, Kind, Timeline, covered
 from surokit.profiler.record.messages import Message
 from surokit.profiler.record.recording import Recording, SyncPoint, pack, unpack
 from surokit.profiler.record.trace_columns import DEVICE, UNREADABLE, Columns
@@ -95,16 +96,12 @@ def _foreign(
     timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...], messages: tuple[Message, ...]
 ) -> Recording:
     """Make a Recording from the trace of another tool."""
-
-    def named(prefix: str) -> Timeline:
-        return timeline.take(timeline.is_named(n.startswith(prefix) for n in timeline.names))
-
-    steps = _one_name(named("Optimizer.step#"))
+    steps = _one_name(_named(timeline, "Optimizer.step#"))
     if not len(steps):
-        steps = named("ProfilerStep#")
+        steps = _named(timeline, "ProfilerStep#")
     on_host = steps.thread_E if len(steps) else timeline.thread_E[timeline.is_kind(Kind.OP)]
     threads, counts = np.unique(on_host, return_counts=True)
-    reads = timeline.take(timeline.is_named(n == "aten::_local_scalar_dense" for n in timeline.names))
+    reads = _waiting_reads(timeline)
     device = "unknown device"
     with suppress(*UNREADABLE, IndexError):
         device = str(meta["deviceProperties"][0]["name"])
@@ -127,6 +124,22 @@ def _foreign(
         world=world,
         messages=messages,
     )
+
+
+def _named(timeline: Timeline, *beginnings: str) -> Timeline:
+    return timeline.take(timeline.is_named(n.startswith(beginnings) for n in timeline.names))
+
+
+def _waiting_reads(timeline: Timeline) -> Timeline:
+    """Return the reads of single values that wait for the device. A trace does not say where a value lies: with a device it is one
+    whose read copies or waits; without, it is none of an optimizer's own counters or a loader's seed."""
+    reads = _named(timeline, "aten::_local_scalar_dense")
+    calls = timeline.take(timeline.is_kind(Kind.RUNTIME))
+    if len(calls):
+        waits = calls.take(calls.is_named("Memcpy" in n or "Synchronize" in n for n in calls.names))
+        return reads.take(covered(waits.start_E, waits.end_E, reads.start_E, reads.end_E) > 0)
+    own = _named(timeline, *OPTIMIZER_RANGES, *DATA_RANGES)
+    return reads.take(covered(own.start_E, own.end_E, reads.start_E, reads.end_E) == 0)
 
 
 def _check(stored: Any) -> int:

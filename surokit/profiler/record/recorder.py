@@ -113,6 +113,8 @@ class Recorder:
             watching.callback(self._sampler.stop)
             self._sampler.start()
         synchronize()
+        if self._cuda and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()  # torch has no other way to the block's own peak
         if self._tracer.running:
             self._tracer.begin()
 
@@ -287,7 +289,7 @@ def shaped_part(part: RawTrace) -> Shaped:
 
 
 def _peak_bytes() -> int:
-    """Return the peak memory so far: of the device's allocator, or of the process on a CPU. No counter is reset."""
+    """Return the peak memory: of the device's allocator since the recording began, or of the process so far on a CPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:

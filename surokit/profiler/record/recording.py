@@ -57,6 +57,7 @@ class Shaped:
 
     `timeline` holds its operators. flop_E are FLOPs and bytes_E bytes read and written by the operator itself, without those it
     calls; rate_E is an index into RATES, -1 for an operator that is no product. messages: what gloo noted of its collectives.
+    size: its tokens over those of a measured step, on average. skipped_E: of flop_E those that a kernel of causal attention skips.
     """
 
     timeline: Timeline
@@ -64,6 +65,8 @@ class Shaped:
     bytes_E: Int
     rate_E: Int
     messages: tuple[Message, ...] = ()
+    size: float = 1.0
+    skipped_E: Int = field(default_factory=_none)  # empty: none
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +118,9 @@ def pack(recording: Recording) -> dict[str, Any]:
     out["costs"] = [getattr(recording.costs, f.name) for f in fields(recording.costs)]
     out["messages"] = _pack_messages(recording.messages)
     if (s := recording.shaped) is not None:
-        columns = {name: _squeeze(getattr(s, name)) for name in ("flop_E", "bytes_E", "rate_E")}
-        out["shaped"] = {"timeline": _pack_timeline(s.timeline), "messages": _pack_messages(s.messages), **columns}
+        columns = {name: _squeeze(getattr(s, name)) for name in ("flop_E", "bytes_E", "rate_E", "skipped_E")}
+        noted = {"messages": _pack_messages(s.messages), "size": s.size}
+        out["shaped"] = {"timeline": _pack_timeline(s.timeline), **noted, **columns}
     return {k: _squeeze(v) if isinstance(v, np.ndarray) else v for k, v in out.items()}
 
 
@@ -128,9 +132,10 @@ def unpack(stored: dict[str, Any]) -> Recording:
     values["syncs"] = tuple(SyncPoint(*row) for row in stored["syncs"])
     values["costs"] = Costs(*stored["costs"])
     if (s := stored.get("shaped")) is not None:
-        columns = {name: _expand(s[name]) for name in ("flop_E", "bytes_E", "rate_E")}
+        columns = {name: _expand(s[name]) for name in ("flop_E", "bytes_E", "rate_E", "skipped_E") if name in s}
         noted = _unpack_messages(s.get("messages", ()))
-        values["shaped"] = Shaped(_unpack_timeline(s["timeline"]), **columns, messages=noted)
+        size = float(s.get("size", 1.0))
+        values["shaped"] = Shaped(_unpack_timeline(s["timeline"]), **columns, messages=noted, size=size)
     values["messages"] = _unpack_messages(stored.get("messages", ()))
     for name in ("modules", "places", "settings"):
         values[name] = tuple((str(first), second) for first, second in stored.get(name, ()))

@@ -50,12 +50,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.active = False
-        self.tokens = 0
+        self.tokens = 0, 0  # looked up without gradients, and with
         self.autocast = ""  # its dtype, once a module ran under it
         self.loader = ""  # settings of the first DataLoader that gave a batch
         self.collections: list[tuple[int, int]] = []  # runs of the garbage collector
         self._collecting_since: int | None = None
-        self._lookup = 0  # the largest embedding lookup of the outermost call that is running
+        self._lookup = [0, 0]  # the largest embedding lookups of the outermost call that is running, as `tokens`
         self._local = threading.local()
         self._spans: list[tuple[int, int, int, int]] = []  # module, start, end, thread
         self._index: dict[int, int] = {}  # id of a module -> its number
@@ -65,7 +65,7 @@ class Watch:
 
     def forget(self) -> None:
         """Drop what calibration left behind."""
-        self.tokens = 0
+        self.tokens = 0, 0
         for kept in (self._spans, self._index, self._names, self._alive, self._reads, self.collections):
             kept.clear()
 
@@ -74,7 +74,8 @@ class Watch:
             return
         stack = self._stack()
         if isinstance(module, torch.nn.Embedding) and args and isinstance(args[0], torch.Tensor):
-            self._lookup = max(self._lookup, args[0].numel())
+            kind = int(torch.is_grad_enabled())
+            self._lookup[kind] = max(self._lookup[kind], args[0].numel())
         number = self._index.get(id(module))
         if number is None:
             number = self._name(module, stack)
@@ -94,8 +95,8 @@ class Watch:
             if inner == number:
                 break
         if not stack:
-            self.tokens += self._lookup
-            self._lookup = 0
+            self.tokens = self.tokens[0] + self._lookup[0], self.tokens[1] + self._lookup[1]
+            self._lookup = [0, 0]
 
     def _stack(self) -> list[tuple[int, int]]:
         if not hasattr(self._local, "stack"):

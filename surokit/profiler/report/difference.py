@@ -42,7 +42,8 @@ def is_time(metric: str) -> bool:
 
 def _numbers(shown: Shown) -> dict[str, float]:
     s, lost, modules = shown.summary, shown.tables["lost"], shown.tables["modules"]
-    left_out = ("steps", "warmup")
+    # a process's peak may be older than the profile
+    left_out = ("steps", "warmup", *(["peak_gib"] if s["device"] == "cpu" else []))
     numbers = {k: float(v) for k, v in s.items() if isinstance(v, int | float) and k not in left_out}
     numbers |= {f"phase {phase} ms": ms for phase, ms in s["phases_ms"].items()}
     numbers |= {f"lost to {cause} ms": ms for cause, ms in zip(lost["cause"], lost["ms_per_step"])}

@@ -267,7 +267,8 @@ def rates(s: dict[str, Any]) -> list[str]:
     if s["syncs_per_step"]:
         found.append(f"{three_digits(s['syncs_per_step'])} {'sync' if s['syncs_per_step'] == 1 else 'syncs'} a step")
     if s["peak_gib"]:
-        found.append(f"{three_digits(s['peak_gib'])} GiB at the peak")
+        whose = "process's peak so far" if s["device"] == "cpu" else "peak"
+        found.append(f"{three_digits(s['peak_gib'])} GiB at the {whose}")
     return found
 
 

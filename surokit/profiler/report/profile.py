@@ -94,7 +94,8 @@ class Profile:
         nothing else runs) and phases_idle_ms (not even that); phases_overlapped_ms (data is exchanged beside work);
         tokens_per_s, gflop_per_step, tflops (reached),
         launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
-        h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
+        h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib (of tensors
+        in the block on CUDA, of the process so far on a CPU);
         steps, warmup, device, activity ("gpu" or "cpu"); overhead_ms (the profiler's own share of a step, estimated from a
         calibration just before the block) and unprofiled_ms (a step measured without it, where calls were repeated).
         """
@@ -290,7 +291,8 @@ class Profile:
 
     def named_by(self, eager: Profile) -> Profile:
         """Return a copy in which the kernels of replayed CUDA graphs belong to the modules that launched the same kernels
-        in `eager`, a profile of a step without graphs. Hooks do not run in a replay; a note says how many could be named."""
+        in `eager`, a profile of a step without graphs, and FLOPs are that step's. Hooks do not run in a replay; a note says how
+        many could be named."""
         named = Profile.__new__(Profile)
         named._eager, named.by, named._waited = eager._done(), self.by, self._waited
         named._finish(self._done(), self.name)
@@ -310,14 +312,14 @@ class Profile:
         gib. It is shown with the modules from then on.
 
         gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
-        is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step.
+        is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step, and for steps in CUDA graphs those
+        of `named_by`.
         """
         from surokit.profiler.analysis.speed_of_light import cached_gpu, speed_of_light
 
         recording = self._done()
-        self._light = speed_of_light(
-            recording, self._analysis.tables["modules"], gpu if gpu is not None else cached_gpu(recording.device)
-        )
+        found = gpu if gpu is not None else cached_gpu(recording.device)
+        self._light = speed_of_light(recording, self._analysis.tables["modules"], found, self._eager)
         import pandas
 
         return pandas.DataFrame(self._light)
