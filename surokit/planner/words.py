@@ -17,7 +17,7 @@ from surokit import units
 from surokit.formats import TENSOR_CORES
 from surokit.hardware.gpus import BF16_FROM, Gpu
 from surokit.planner.compare.published import PLAUSIBLE_MFU, USUAL_MFU
-from surokit.planner.counts.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
+from surokit.planner.counts.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds, unmet_targets
 from surokit.planner.counts.memory import Memory, Setup
 from surokit.planner.inputs.configs import FAMILIES
 from surokit.planner.inputs.fusion import read_fusion
@@ -26,6 +26,7 @@ from surokit.planner.inputs.typical import typical_shape
 from surokit.planner.offload.formulas import INTERVAL, OFFLOADING
 from surokit.planner.times.cost import Time
 from surokit.planner.times.likely import Likely
+from surokit.recipe import PROJECTIONS
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -349,6 +350,12 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "an adapter's own FLOPs need a config and are left out; the frozen base makes 4ND"
     if setup.training and frozen(plan.recipe) and getattr(plan.recipe, "adapter", None) is None:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
+    if setup.training and shape is not None and (unmet := unmet_targets(shape, plan.recipe)):
+        targets = plan.recipe.adapter.targets
+        if unmet == targets:
+            yield f"nothing trains: no linear layer that is planned is called {', '.join(unmet)}"
+        elif targets != PROJECTIONS:
+            yield f"the adapter's target {', '.join(unmet)} matches no layer that is planned"
     if setup.offloads:
         yield from _offloaded(plan)
     if time.rate_tflops is None and not plan.has_likely:

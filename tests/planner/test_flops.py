@@ -134,17 +134,16 @@ class Adapted(torch.nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def adapt(model, rank, targets):
-    """Freeze the model and put adapters on its linear layers of these names."""
+def adapt(model, lora):
+    """Freeze the model and put adapters on its linear layers that `lora` means."""
     model.requires_grad_(False)
     found = [
-        (parent, name, child)
-        for parent in list(model.modules())
-        for name, child in parent.named_children()
-        if isinstance(child, torch.nn.Linear) and name in targets
+        (path, child)
+        for path, child in model.named_modules()
+        if isinstance(child, torch.nn.Linear) and lora.meant(path)
     ]
-    for parent, name, child in found:
-        setattr(parent, name, Adapted(child, rank))
+    for path, child in found:
+        model.set_submodule(path, Adapted(child, lora.rank))
     return len(found)
 
 
@@ -200,7 +199,11 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
         ("qwen3", PROJECTIONS),
         ("gemma2", ("gate_proj", "up_proj")),
         ("phi3", ("qkv_proj",)),
-        ("phi3", PROJECTIONS),  # of which it has o_proj and down_proj
+        ("phi3", PROJECTIONS),  # of which it has o_proj, down_proj, and gate and up in one
+        ("llama", ("self_attn.*",)),
+        ("llama", ("layers.2.*",)),  # nothing below it trains
+        ("llama", ("layers.1.*.q_proj", "layers.2.mlp.*", "layers.0.*.down_proj")),
+        ("mixtral", ("layers.1.self_attn.*",)),
         ("qwen3_moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("mixtral", ("v_proj",)),
         ("gpt_oss", ("o_proj",)),
@@ -214,8 +217,8 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 def test_adapters_against_torchs_flop_counter(family, targets):
     config = config_of(family)
     model = model_of(config)
-    assert adapt(model, 8, targets)
     recipe = BF16.lora(8, targets=targets)
+    assert adapt(model, recipe.adapter)
     assert step_flops(config, batch=1, length=48, recipe=recipe) == counted(model, batch=1, length=48)
 
 

@@ -39,6 +39,7 @@ NATIVE_QFP8 = QFP8.natively()
 RECIPES = {
     "bf16": sk.BF16,
     "bf16 + LoRA": sk.BF16.lora(4),
+    "bf16 + some LoRA": sk.BF16.lora(4, targets=("layers.1.*_proj",)),
     "fp8": sk.FP8,
     "fp8 + LoRA": sk.FP8.lora(4),
     "fp8-block": sk.FP8_BLOCK,
@@ -137,7 +138,7 @@ def second_step(recipe: Any, fusion: Fusion, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
-@pytest.mark.parametrize("recipe", ["bf16", "bf16 + LoRA"])
+@pytest.mark.parametrize("recipe", ["bf16", "bf16 + LoRA", "bf16 + some LoRA"])
 def test_products_and_sums_are_those_that_a_fused_step_calls(recipe, fusion, monkeypatch):
     seen, rows = second_step(RECIPES[recipe], fusion, monkeypatch), planned(SMALL, RECIPES[recipe], fusion)
     assert seen.calls["product"] == launches(rows, *PRODUCTS)

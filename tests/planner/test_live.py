@@ -145,6 +145,33 @@ def test_adapters_of_peft():
     )
 
 
+def test_adapters_in_some_layers():
+    recipe = sk.BF16.lora(4, targets=("layers.1.*",))
+    model = decoder(recipe)
+    found = plan(model, **RUN)
+    assert found.recipe == recipe
+    assert found.compute == plan(CONFIG, recipe=recipe, **RUN).compute
+    # as if they came from elsewhere
+    sk.apply(model, "bf16")
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name)
+    other = plan(model, **RUN)
+    assert other.recipe.adapter.targets == tuple(f"layers.1.*.{name}" for name in TARGETS)
+    assert (other.compute, other.memory) == (found.compute, found.memory)
+    assert not any("target" in note for note in other.notes)
+
+
+def test_adapters_of_peft_in_some_layers():
+    model = with_peft(theirs(), layers_to_transform=[1, 3])
+    found = plan(model, attention="full", **RUN)
+    assert found.recipe.adapter.targets[:2] == ("layers.1.*.q_proj", "layers.3.*.q_proj")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert found.memory["adapter"].bytes == sum(p.nbytes for p in trained)
+    alike = plan(model.config, recipe=sk.BF16.lora(8, targets=("layers.1.*", "layers.3.*")), attention="full", **RUN)
+    assert found.compute == alike.compute
+    assert found.trained_parameters == alike.trained_parameters
+
+
 LIVE = {
     "fp8 + LoRA": lambda: decoder(sk.FP8.lora(8), config=_config()),
     "fused fp8 + LoRA": lambda: decoder(sk.FP8.lora(8), {}, _config()),
@@ -154,6 +181,7 @@ LIVE = {
     "fused bf16": lambda: decoder(None, {"recompute": "selective"}, _config()),
     "PEFT in float32": lambda: with_peft(theirs()),
     "PEFT in bf16": lambda: with_peft(theirs(), autocast_adapter_dtype=False),
+    "PEFT in some layers": lambda: with_peft(theirs(), layers_to_transform=[2, 3]),
     "PEFT, checkpointed": lambda: checkpointed(with_peft(theirs())),
     "PEFT, fused": lambda: with_peft(_fused(theirs())),
     "qnf4 llama + LoRA": lambda: _applied(theirs(), sk.QNF4.lora(8).decode_once(False)),

@@ -41,6 +41,7 @@ from tests.refusals import refused
 
 BATCH, LENGTH = 2, 256
 CONFIG = DecoderConfig(layers=4, width=256, heads=8, kv_heads=4, vocab=1024, ffn=704, tied=False, max_length=LENGTH)
+SOME = BF16.lora(8, targets=("layers.1.*",))  # nothing below the second block has a gradient
 
 
 def model_of(recipe, dtype=torch.bfloat16, config=CONFIG):
@@ -70,7 +71,9 @@ def kept_bytes(model, batch=BATCH, length=LENGTH):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", [None, FP8, FP8_ROWWISE, QFP8, BF16.lora(8)], ids=lambda r: r.name if r else "none")
+@pytest.mark.parametrize(
+    "recipe", [None, FP8, FP8_ROWWISE, QFP8, BF16.lora(8), SOME], ids=lambda r: r.name if r else "none"
+)
 def test_activations_are_what_the_layers_keep(recipe, dtype):
     model = model_of(recipe, dtype)
     planned = plan(model, recipe=recipe, batch=BATCH, length=LENGTH, dtype=dtype)
@@ -99,7 +102,7 @@ def test_activations_are_what_transformers_layers_keep(setting):
     assert planned(setting).memory["activations"].most == pytest.approx(kept, rel=0.015)
 
 
-@pytest.mark.parametrize("recipe", [None, FP8, QFP8.lora(8)], ids=lambda r: r.name if r else "none")
+@pytest.mark.parametrize("recipe", [None, FP8, QFP8.lora(8), SOME], ids=lambda r: r.name if r else "none")
 @pytest.mark.parametrize("tied", [True, False])
 def test_states_are_exact(recipe, tied):
     config = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, vocab=320, ffn=200, tied=tied, qkv_bias=True)

@@ -13,7 +13,7 @@ from surokit.hardware.linear import linear_seconds
 from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
 from surokit.planner.compare.published import published
 from surokit.planner.inputs.question import Question
-from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
+from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, PROJECTIONS, QFP8
 from tests.planner.families import LLAMA_1B
 from tests.refusals import refused
 
@@ -531,6 +531,45 @@ def test_forms_without_training():
     with refused(ValueError):
         plan(8e9).gemms()
     assert "nothing trains" in repr(plan(8e9, recipe=dataclasses.replace(QFP8, adapter=None)))
+
+
+def test_adapters_by_pattern_are_those_by_name():
+    def adapted(*targets):
+        return plan(LLAMA_1B, batch=1, length=2048, gpu="H100", recipe=BF16.lora(16, targets=targets))
+
+    named, matched = adapted("q_proj", "k_proj", "v_proj", "o_proj"), adapted("self_attn.*")
+    assert matched.trained_parameters == named.trained_parameters > 0
+    assert (matched.compute, matched.memory) == (named.compute, named.memory)
+    assert matched.step_time == named.step_time
+    assert not any("target" in note for note in matched.notes)
+
+
+def test_layers_below_the_first_adapter_cost_no_backward():
+    def adapted(*targets, **given):
+        given = {"recompute": "full", **given}
+        return plan(LLAMA_1B, batch=1, length=2048, gpu="H100", recipe=BF16.lora(16, targets=targets), **given)
+
+    layers = adapted("q_proj").shape.layers
+    last, every = adapted(f"layers.{layers - 1}.*"), adapted("*_proj")
+    assert last.trained_parameters * layers == every.trained_parameters
+    assert last.compute.recompute * layers == pytest.approx(every.compute.recompute, rel=1e-9)
+
+    def back(p):
+        return sum(r.bytes for r in p.estimate.rows if r.step in ("backward", "recompute") and r.group == "elementwise")
+
+    shared = next(p.grad_input for p in every.compute.products if p.module == "lm_head")
+    assert last.compute.backward - shared < (every.compute.backward - shared) / layers
+    assert back(last) < 3 * back(every) / layers  # the last norm is in both
+
+
+def test_a_target_that_means_no_layer_is_a_note():
+    def notes(what, *targets):
+        return repr(plan(what, batch=1, length=64, recipe=BF16.lora(16, targets=targets)).notes)
+
+    assert "the adapter's target in_proj matches no layer" in notes(LLAMA_1B, "q_proj", "in_proj")
+    assert "nothing trains: no linear layer that is planned is called in_proj" in notes(LLAMA_1B, "in_proj")
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000, "n_positions": 128}
+    assert "nothing trains" in notes(gpt2, *PROJECTIONS)
 
 
 def test_an_optimizer_waiting_for_its_parameters_is_understood():

@@ -409,6 +409,16 @@ def test_sessions_give_their_last_held_out_loss_or_their_last_tenth():
         fit_scaling([session(1e5, 1e8, [math.nan] * 4)])
 
 
+def test_a_session_with_experts_is_fitted_with_the_parameters_that_a_plan_of_it_is_predicted_with():
+    config = sk.DecoderConfig(
+        layers=1, width=64, heads=2, kv_heads=1, vocab=64, ffn=48, experts=8, expert_ffn=128, qk_norm=True, tied=False
+    )
+    one, planned = session(1e5, 1e8, [3.0] * 20), sk.plan(config)
+    one.model.config = config
+    (run,) = _read([one])[0]
+    assert run.parameters == CHINCHILLA.count(planned)[0] < planned.parameters
+
+
 def test_real_sessions():
     torch = pytest.importorskip("torch")
     sessions = []

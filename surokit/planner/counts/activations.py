@@ -69,10 +69,11 @@ def loss_rows(tokens: int, vocabulary: int, device: str, width: float, head: Pla
 
 
 class BlockKind(NamedTuple):
-    """A BlockKind says what decides a block's memory: its quantized products, whether experts are routed, whether it has a mask,
-    and whether it is computed again."""
+    """A BlockKind says what decides a block's memory: its quantized products, those with an adapter, whether experts are routed,
+    whether it has a mask, and whether it is computed again."""
 
     quantized: frozenset[str]
+    adapted: frozenset[str]
     routed: bool
     masked: bool
     again: bool
@@ -218,6 +219,7 @@ class _Model:
         window = self.shape.window_of(layer)
         return BlockKind(
             frozenset(name for name, place in self.places.items() if layer in place.layers),
+            frozenset(name for name, place in self.places.items() if layer in place.adapted),
             layer in self.shape.expert_layers,
             window is not None and window < self.keys,
             self.step.recompute_blocks is None or layer < self.step.recompute_blocks,
@@ -280,7 +282,7 @@ class _Model:
         tape = self.tape
         place = next((self.places[at] for at in (name, *_TOGETHER.get(name, ())) if at in self.places), None)
         found = place.weight.name if place is not None else name
-        rank = place.rank if place is not None else 0
+        rank = place.rank if place is not None and found in kind.adapted else 0
         storage = getattr(self.recipe, "storage", None)
         quantizes = found in kind.quantized and (
             storage is not None or getattr(self.recipe, "quantized_products", False)

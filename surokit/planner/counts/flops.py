@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from surokit.formats import Kind
@@ -107,18 +108,29 @@ class Compute:
 
 @dataclass(frozen=True)
 class Placement:
-    """A Placement says what a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which layers, and
-    the adapter's rank."""
+    """A Placement says what a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which `layers`, and
+    the rank of the adapters on those of the layers `adapted`, 0 without any."""
 
     weight: Weight
     quantized: int
     rank: int
     layers: frozenset[int] = frozenset()
+    adapted: frozenset[int] = frozenset()
+
+    @property
+    def adapters(self) -> int:
+        """Return the number of matrices of this kind that have an adapter."""
+        return self.weight.a_layer * len(self.adapted)
+
+    @property
+    def active_adapters(self) -> int:
+        """Return how many of them a token passes."""
+        return self.weight.active_a_layer * len(self.adapted)
 
     @property
     def adapter_parameters(self) -> int:
         """Return the number of parameters of all adapters on this kind of weight."""
-        return self.rank * (self.weight.n + self.weight.k) * self.weight.count
+        return self.rank * (self.weight.n + self.weight.k) * self.adapters
 
 
 @dataclass(frozen=True)
@@ -141,14 +153,36 @@ def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
     Experts are taken to be linear layers of their own, each quantized and each with its adapter. A router and the modules that
     are no linear layers (GPT-2's Conv1D) are left alone, as `surokit.apply` leaves them.
     """
-    rank = getattr(getattr(recipe, "adapter", None), "rank", 0)
-    targets = getattr(getattr(recipe, "adapter", None), "targets", ())
+    adapter: Any = getattr(recipe, "adapter", None)
     placed = []
     for w in (*shape.projections, *([shape.head] if shape.has_head else [])):
         layers = _quantized(w, shape, recipe)
-        adapted = w.kind != "other" and w.name.rsplit(".", 1)[-1] in targets
-        placed.append(Placement(w, w.a_layer * len(layers), rank if adapted else 0, layers))
+        adapted = frozenset() if adapter is None else _adapted(w, adapter)
+        placed.append(Placement(w, w.a_layer * len(layers), adapter.rank if adapted else 0, layers, adapted))
     return tuple(placed)
+
+
+@lru_cache(maxsize=1024)  # a plan places its recipe many times, and patterns are slow to match
+def _adapted(weight: Weight, adapter: Any) -> frozenset[int]:
+    """Return the layers in which this kind of weight has an adapter."""
+    return frozenset(layer for layer, path in _paths(weight) if adapter.meant(path))
+
+
+def _paths(weight: Weight) -> Iterator[tuple[int, str]]:
+    """Yield the layers in which a recipe reaches this kind of weight, each with the weight's path there."""
+    if weight.kind == "head":
+        yield _HEAD, weight.name
+    elif weight.kind != "other":
+        yield from ((layer, weight.path(layer)) for layer in weight.layers)
+
+
+def unmet_targets(shape: Shape, recipe: Any) -> tuple[str, ...]:
+    """Return which targets of the recipe's adapter mean no layer of this shape."""
+    if (adapter := getattr(recipe, "adapter", None)) is None:
+        return ()
+    weights = (*shape.projections, *([shape.head] if shape.has_head else []))
+    met = {target for w in weights for _, path in _paths(w) for target in adapter.meant(path)}
+    return tuple(target for target in adapter.targets if target not in met)
 
 
 def _quantized(weight: Weight, shape: Shape, recipe: Any) -> frozenset[int]:
@@ -228,10 +262,8 @@ def count_flops(
     base_trains = training and not frozen(recipe)
     flow = gradients(shape, places, base_trains=base_trains, training=training)
     blocks = shape.layers if recompute_blocks is None else recompute_blocks
-    products = [*_weights(places, recipe, base_trains, training, flow, recompute)]
-    if early_stop and recompute in ("full", "mlp"):
-        ends = last_products(shape, places)
-        products = [replace(p, recompute=0) if p.module in ends else p for p in products]
+    ends = last_products(shape, places) if early_stop and recompute in ("full", "mlp") else {}
+    products = [*_weights(places, recipe, base_trains, training, flow, recompute, ends)]
     if length is not None:
         products += _attention(shape, length, attention, flow, training and recompute == "full")
     if blocks != shape.layers:
@@ -250,15 +282,15 @@ def repeated_products(weights: tuple[Weight, ...], recompute: Recompute) -> froz
     return frozenset(name for names in layers for name in names[1::2])
 
 
-def last_products(shape: Shape, places: tuple[Placement, ...]) -> frozenset[str]:
-    """Return the names of the products that end a layer and whose output no backward reads; a quantized one saves its input only
-    when it is done, an adapter's second one comes last."""
-    found = set()
+def last_products(shape: Shape, places: tuple[Placement, ...]) -> Mapping[str, frozenset[int]]:
+    """Return the products that end a layer and whose output no backward reads, by name, and the layers that they end; a quantized
+    one saves its input only when it is done, an adapter's second one comes last."""
+    found: dict[str, frozenset[int]] = {}
     for place in places:
-        ends = place.weight.writes == ("stream",) and place.weight.reads.startswith("mlp product")
-        if ends and shape.norms == 2 and not place.quantized:
-            found.add(place.weight.name + (".lora_B" if place.rank else ""))
-    return frozenset(found)
+        w = place.weight
+        if w.writes == ("stream",) and w.reads.startswith("mlp product") and shape.norms == 2 and not place.quantized:
+            found |= {w.name: frozenset(w.layers) - place.adapted, f"{w.name}.lora_B": place.adapted}
+    return found
 
 
 def gradients(
@@ -266,14 +298,14 @@ def gradients(
 ) -> Mapping[str, frozenset[int]]:
     """Return the layers in which a tensor has a gradient, by the tensor's name: all where the base trains, else those with an
     adapter before it."""
-    weights = [(p.weight, set(p.weight.layers), p.rank > 0) for p in places if p.weight.kind != "head"]
+    weights = [(p.weight, set(p.weight.layers), p.adapted) for p in places if p.weight.kind != "head"]
     found: dict[str, set[int]] = {name: set() for w, _, _ in weights for name in (w.reads, *w.writes)}
     found |= {"stream": set(), "context": set()}
     trains_below = base_trains  # through the embedding
     for layer in range(shape.layers) if training else ():
         live = {"attention", "mlp", "stream"} if trains_below else set()
         for weight, layers, adapted in weights:
-            if layer in layers and (base_trains or adapted or weight.reads in live):
+            if layer in layers and (base_trains or layer in adapted or weight.reads in live):
                 live.update(weight.writes)
                 if not live.isdisjoint(_ATTENDED):
                     live.add("context")
@@ -287,6 +319,12 @@ def gradients(
     return {name: frozenset(layers) for name, layers in found.items()}
 
 
+def reached_layers(flow: Mapping[str, frozenset[int]]) -> frozenset[int]:
+    """Return the layers that backward reaches: those below the first adapter have no gradient, and nothing of them is computed
+    again."""
+    return frozenset[int]().union(*flow.values()) - {_HEAD}
+
+
 def _weights(
     places: tuple[Placement, ...],
     recipe: Any,
@@ -294,8 +332,10 @@ def _weights(
     training: bool,
     flow: Mapping[str, frozenset[int]],
     recompute: Recompute,
+    ends: Mapping[str, frozenset[int]],
 ) -> Iterator[Product]:
     again = repeated_products(tuple(place.weight for place in places), recompute) if training else frozenset()
+    reached = reached_layers(flow)
     for place in places:
         w = place.weight
         every = frozenset(w.layers or (_HEAD,))
@@ -312,7 +352,7 @@ def _weights(
                 forward=one * len(layers),
                 grad_input=one * len(layers & live),
                 grad_weight=one * len(layers) if base_trains else 0,
-                recompute=one * len(layers) if repeated else 0,
+                recompute=one * len((layers & reached).difference(ends.get(w.name, ()))) if repeated else 0,
                 kinds=product_kinds(recipe) if quantized else (None, None, None),
                 active=w.active_a_layer * len(layers),
             )
@@ -320,17 +360,19 @@ def _weights(
             for name, n, k in (("lora_A", place.rank, w.k), ("lora_B", w.n, place.rank)):
                 one = 2 * n * k * w.active_a_layer
                 # the first of the two passes a gradient on only where its input has one; the second's input is the first's output
-                onward = len(every & live) if name == "lora_A" else len(every) if training else 0
+                onward = len(place.adapted & live) if name == "lora_A" else len(place.adapted) if training else 0
+                repeated = w.name in again if recompute == "mlp" else bool(again)
+                module = f"{w.name}.{name}"
                 yield Product(
-                    f"{w.name}.{name}",
+                    module,
                     n,
                     k,
-                    w.count,
-                    forward=one * len(every),
+                    place.adapters,
+                    forward=one * len(place.adapted),
                     grad_input=one * onward,
-                    grad_weight=one * len(every) if training else 0,
-                    recompute=one * len(every) if (w.name in again if recompute == "mlp" else again) else 0,
-                    active=w.active,
+                    grad_weight=one * len(place.adapted) if training else 0,
+                    recompute=one * len((place.adapted & reached).difference(ends.get(module, ()))) if repeated else 0,
+                    active=place.active_adapters,
                 )
 
 
@@ -338,6 +380,7 @@ def _attention(
     shape: Shape, length: int, convention: Attention, flow: Mapping[str, frozenset[int]], again: bool
 ) -> Iterator[Product]:
     query, key, value = (flow.get(name, frozenset()) for name in _ATTENDED)
+    reached = reached_layers(flow)
     windows: dict[int | None, set[int]] = {}
     for layer in range(shape.layers):
         window = shape.window_of(layer)
@@ -356,7 +399,7 @@ def _attention(
                 forward=one * len(layers),
                 grad_input=one * gradients,
                 grad_weight=0,
-                recompute=one * len(layers) if again else 0,
+                recompute=one * len(layers & reached) if again else 0,
             )
 
 

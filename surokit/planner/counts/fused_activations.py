@@ -100,10 +100,10 @@ class FusedLayers(Ours):
 
         `source` is what the operation computes the input from: "norm", "gate", or "" where it is `inputs` itself.
         """
-        places = [self.places[name] for name in names]
+        adapters = [self.places[name].rank if name in kind.adapted else 0 for name in names]
         quantizes = [name in kind.quantized and self.recipe is not None for name in names]
         x_t = getattr(getattr(self.recipe, "grad_weight", None), "b", None)
-        ranks = sum(place.rank for place in places)
+        ranks = sum(adapters)
         # x as numbers, for a gradient: of an adapter, or of a weight that no product quantizes
         later = ranks > 0 or (self.trains and (x_t is None or not all(quantizes)))
         again = self.step.recompute == "selective" and bool(source)
@@ -117,7 +117,7 @@ class FusedLayers(Ours):
         if any(quantizes) and self.trains and x_t is not None:
             extra += float(x_t.nbytes(columns, self.tokens))
         weight = sum(n * columns for n in sizes) * self.w if self.trains else 0.0
-        weight += sum(place.rank * (n + columns) for place, n in zip(places, sizes)) * self.w
+        weight += sum(rank * (n + columns) for rank, n in zip(adapters, sizes)) * self.w
         weight += columns * self.w if source == "norm" and self.trains else 0.0
         products = [sum(sizes)] if self.joins(names, sizes, kind) else list(sizes)
         forward = back = 0.0

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from surokit.hardware.gpus import Gpu
@@ -38,6 +39,7 @@ class FusedStep(MicroBatch):
         super().__init__(shape, compute, recipe, setup, gpu)
         self.fusion = setup.fusion
         self.moves = data_moves("surokit", self.width)
+        self.every = frozenset(range(shape.layers))
         self.groups: dict[str, list[Placement]] = {}  # the layers that read a tensor, in order
         for place in self.places.values():
             if place.weight.kind != "head":
@@ -75,16 +77,23 @@ class FusedStep(MicroBatch):
         """True if the kernel that makes codes for this product writes those of the transpose too."""
         return self.gpu.multiplies(getattr(getattr(self.recipe, product, None), "kind", None))
 
-    def _wants_values(self, reads: str) -> bool:
-        """True if an adapter or a weight's gradient reads values of this tensor, although products read its codes."""
+    def _adapted_blocks(self, reads: str) -> frozenset[int]:
+        """Return the blocks in which an adapter reads this tensor."""
+        return frozenset[int]().union(*(place.adapted for place in self.groups[reads]))
+
+    def _wants_values(self, reads: str) -> frozenset[int]:
+        """Return the blocks in which an adapter or a weight's gradient reads values of this tensor, although products read its
+        codes."""
         from_codes = self.turns_x or self._writes_both_scales(reads)
-        return any(place.rank for place in self.groups[reads]) or (self.base_trains and not from_codes)
+        return self._adapted_blocks(reads) if from_codes or not self.base_trains else self.every
 
     def _written(self, reads: str) -> tuple[float, float]:
         """Return (share of the blocks in which this tensor's codes are written with it, share in which its values are written)."""
-        share = [place.quantized / place.weight.count for place in self.groups[reads]]
-        codes = max(share) if self._writes_codes(reads) else 0.0
-        return codes, 1.0 if self._wants_values(reads) or not codes else 1.0 - min(share)
+        if not self._writes_codes(reads):
+            return 0.0, 1.0
+        places = self.groups[reads]
+        values = self._wants_values(reads).union(*(set(place.weight.layers) - place.layers for place in places))
+        return max(place.quantized / place.weight.count for place in places), len(values) / len(self.every)
 
     def between(self) -> Iterator[Load]:
         s, e, blocks = self.shape, self.width, self.shape.layers
@@ -125,10 +134,10 @@ class FusedStep(MicroBatch):
         bytes_ = (forward + values) * e + codes * self.x_bytes * (2 if twice else 1)
         back = 2 if normed and self.base_trains else 1
         yield from self._one(name, blocks, blocks * width, bytes_, backward * e, (launches, back), blind=blind)
-        if self.setup.recompute == "selective" and self.backward and self._wants_values(reads):
+        if self.setup.recompute == "selective" and self.backward and (wanted := len(self._wants_values(reads))):
             # a norm's in a kernel of its own, a gate's beside its gradient
-            moved = self.tokens * blocks * width * (2 if normed else 1) * e
-            yield Load(name, "elementwise", "recompute", "move", blocks, 0.0, moved, blocks * normed)
+            moved = self.tokens * wanted * width * (2 if normed else 1) * e
+            yield Load(name, "elementwise", "recompute", "move", wanted, 0.0, moved, wanted * normed)
 
     def _one(
         self,
@@ -142,7 +151,7 @@ class FusedStep(MicroBatch):
     ) -> Iterator[Load]:
         """Yield the loads of an operation with a kernel each way, over `width` elements a token of all its instances. forward,
         backward: bytes an element."""
-        elements, share = self.tokens * width, (count - blind) / count
+        elements, share = self.tokens * width, (count * self.reached - blind) / count
 
         def load(step: Pass, each: float, launches: float) -> Load:
             return Load(module, "elementwise", step, "move", count, 0.0, elements * each, count * launches)
@@ -189,10 +198,13 @@ class FusedStep(MicroBatch):
             if kernel.part in _PRODUCTS and not leads and joined[kernel.part]:  # x is read, or dx written, by the first
                 shared = rows * p.k * e if kernel.part == "grad_input" else x
                 kernel = replace(kernel, bytes=kernel.bytes - shared, launches=0)
-            elif kernel.part == "grad_input" and self._adds_onto_dx(reads, quantized, leads):
-                kernel = replace(kernel, bytes=kernel.bytes + rows * p.k * e)
-            if kernel.part == "forward" and self._adds_onto_y(place, quantized):
-                kernel = replace(kernel, bytes=kernel.bytes + rows * p.n * e)
+            elif kernel.part == "grad_input":
+                share = self._adds_onto_dx(reads, quantized, leads)
+                kernel = replace(kernel, bytes=kernel.bytes + share * rows * p.k * e)
+            if kernel.part == "forward":
+                blocks = place.layers if quantized else set(place.weight.layers) - place.layers
+                share = len(blocks & self._adds_onto_y(place, quantized)) / len(blocks)
+                kernel = replace(kernel, bytes=kernel.bytes + share * rows * p.n * e)
             yield kernel
 
     def _like(self, reads: str, quantized: bool) -> list[Placement]:
@@ -205,16 +217,21 @@ class FusedStep(MicroBatch):
         gemm = getattr(self.recipe, part, None)
         return not quantized or getattr(gemm, "a", None) is None or getattr(gemm, "b", None) is None
 
-    def _adds_onto_dx(self, reads: str, quantized: bool, leads: bool) -> bool:
-        """True if this product adds onto dx, which the product before it or the adapters have written."""
-        adapted = self.fusion.adapters and any(place.rank for place in self.groups[reads])
-        return self._adds("grad_input", quantized) and (adapted or not leads)
+    def _adds_onto_dx(self, reads: str, quantized: bool, leads: bool) -> float:
+        """Return in which share of the blocks this product adds onto dx, which the product before it or adapters have written."""
+        live = self.flow[reads]
+        if not self._adds("grad_input", quantized) or not live:
+            return 0.0
+        adapted = self._adapted_blocks(reads) if self.fusion.adapters else frozenset[int]()
+        return len(live & adapted) / len(live) if leads else 1.0
 
-    def _adds_onto_y(self, place: Placement, quantized: bool) -> bool:
-        """True if this product adds onto y, which the adapters of all its layers have written before it."""
+    def _adds_onto_y(self, place: Placement, quantized: bool) -> frozenset[int]:
+        """Return the blocks in which this product adds onto y, which the adapters of all its layers have written before it."""
+        if not self.fusion.adapters or not self._adds("forward", quantized):
+            return frozenset()
         like = self._like(place.weight.reads, quantized)
         members = like if self._joins("forward", quantized, like) else [place]
-        return self.fusion.adapters and self._adds("forward", quantized) and all(o.rank for o in members)
+        return place.adapted.intersection(*(other.adapted for other in members))
 
     def _kept(self, kernel: Kernel) -> bool:
         """True if the codes that this kernel makes of a frozen weight are kept from step to step (surokit/nn/weight_cache.py)."""
@@ -255,25 +272,26 @@ class FusedStep(MicroBatch):
     ) -> Iterator[Kernel]:
         """Yield the kernels of an adapter: one product computes the A of all layers with one input. B reads and adds onto a y that
         is written before it, and A's gradient likewise onto dx."""
-        reads, e, blocks = place.weight.reads, self.width, place.weight.count
-        leads = next(other for other in self.groups[reads] if other.rank) is place
-        after = {True: place.quantized, False: blocks - place.quantized}
-        after_y = sum(count for kind, count in after.items() if not self._adds_onto_y(place, kind)) / blocks
+        reads, e, blocks = place.weight.reads, self.width, len(place.adapted)
+        before = takewhile(lambda other: other is not place, self.groups[reads])
+        leads = len(place.adapted.difference(*(other.adapted for other in before))) / blocks
+        coded, plain = place.adapted & place.layers, place.adapted - place.layers
+        after_y = len((coded - self._adds_onto_y(place, True)) | (plain - self._adds_onto_y(place, False))) / blocks
         for kernel in kernels:
             match which, kernel.part:
-                case "A", "grad_input" if leads:
-                    yield replace(kernel, bytes=kernel.bytes + self._after_dx(reads) * rows * p.k * e)
-                case "A", _ if not leads:
-                    yield replace(kernel, bytes=kernel.bytes - rows * p.k * e, launches=0)
+                case "A", part:
+                    x = leads - 1 + (leads * self._after_dx(reads) if part == "grad_input" else 0.0)
+                    yield replace(kernel, bytes=kernel.bytes + x * rows * p.k * e, launches=kernel.launches * leads)
                 case "B", "forward":
                     yield replace(kernel, bytes=kernel.bytes + after_y * rows * p.n * e)
                 case _:
                     yield kernel
 
     def _after_dx(self, reads: str) -> float:
-        """Return the share of the blocks in which A's gradient adds onto dx, because the product of codes before it cannot add."""
+        """Return the share of the adapted blocks in which A's gradient adds onto dx, because the product of codes before it cannot
+        add."""
         places, count = self.groups[reads], 0
-        blocks = range(self.blind if reads == "attention" else 0, self.shape.layers)
+        blocks = self.flow[reads] & self._adapted_blocks(reads)
         for block in blocks:
             coded = [block in place.layers and not self._adds("grad_input", True) for place in places]
             count += all(coded) or (any(coded) and not coded[0])
@@ -293,12 +311,12 @@ class FusedStep(MicroBatch):
         count = elements = 0
         for reads, places in self.groups.items():
             # products of codes cannot add into one another's dx
-            blind, k = self.blind if reads == "attention" else 0, places[0].weight.k
+            live, k = self.flow[reads], places[0].weight.k
             like = [place for place in places if place.quantized]
             calls = 0
             if not self._staged(reads):
-                calls = (blocks - blind) * (len(places) - 1)
+                calls = len(live) * (len(places) - 1)
             elif len(like) > 1 and self.recipe.quantized_products and not self._joins("grad_input", True, like):
-                calls = (min(p.quantized for p in like) - blind) * (len(like) - 1)
+                calls = min(len(live & place.layers) for place in like) * (len(like) - 1)
             count, elements = count + calls, elements + calls * k
         yield from self._sum("gradients that meet", "elementwise", "backward", count, elements)

@@ -70,7 +70,7 @@ def hidden_matrices(shape: Shape, recipe: Any) -> tuple[Hidden, ...]:
         if not frozen(recipe):
             found.append(Hidden(w.n, w.k, w.count, expert))
         elif place.rank:
-            found += [Hidden(place.rank, w.k, w.count, expert), Hidden(w.n, place.rank, w.count, expert)]
+            found += [Hidden(place.rank, w.k, place.adapters, expert), Hidden(w.n, place.rank, place.adapters, expert)]
     return tuple(found)
 
 

@@ -42,8 +42,10 @@ from surokit.planner.counts.flops import (
     Product,
     count_flops,
     frozen,
+    gradients,
     last_products,
     placements,
+    reached_layers,
 )
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
 from surokit.planner.counts.muon import NEWTON_SCHULZ, hidden_share, muon_step
@@ -168,10 +170,14 @@ class MicroBatch:
         self.places = {place.weight.name: place for place in placements(shape, recipe)}
         has_adapter = any(place.rank for place in self.places.values())
         self.backward = self.base_trains or (setup.training and has_adapter)
+        places = tuple(self.places.values())
+        self.flow = gradients(shape, places, base_trains=self.base_trains, training=setup.training)
+        # the share of the blocks that backward reaches: those below the first adapter have no gradient
+        self.reached = len(reached_layers(self.flow)) / shape.layers
         self.blocks_again = 1.0 if setup.recompute_blocks is None else setup.recompute_blocks / shape.layers
         self.again = self.blocks_again * (self.backward and setup.repeats != "none")
-        # below a frozen first block nothing wants a gradient: its norm and its skip have none
-        self.blind = int(self.backward and not self.base_trains)
+        # nothing wants a gradient of what enters the first of them where it is frozen: its norm and its skip have none
+        self.blind = int(self.reached > 0 and not self.base_trains)
         # a calibration may have measured a CPU although the setup is for CUDA
         self.device = "cpu" if gpu.device == "cpu" else setup.device
         one_kernel_each = setup.layers == "surokit" or setup.engine != "eager"
@@ -183,7 +189,7 @@ class MicroBatch:
     @property
     def tensors(self) -> int:
         """Return about how many tensors train, of which one launch of the optimizer takes a few dozen."""
-        matrices = sum(p.weight.count * (2 if p.rank else 0) for p in self.places.values())
+        matrices = sum(2 * p.adapters for p in self.places.values())
         if self.base_trains:
             matrices += sum(p.weight.count for p in self.places.values()) + 2 * self.shape.layers
         return max(1, matrices)
@@ -202,11 +208,11 @@ class MicroBatch:
             elif module == "adapter's sums":
                 last = last_products(self.shape, tuple(self.places.values()))
                 share = 1 - self._adapted(lambda name: f"{name}.lora_B" in last)
-        return self.again * share
+        return self.again * share * (1.0 if module.startswith("adapter's") else self.reached)
 
     def _adapted(self, chosen: Callable[[str], bool]) -> float:
         """Return the share of the matrices with an adapter that have a chosen name."""
-        adapted = {name: place.weight.active for name, place in self.places.items() if place.rank}
+        adapted = {name: place.active_adapters for name, place in self.places.items()}
         return sum(n for name, n in adapted.items() if chosen(name)) / max(sum(adapted.values()), 1)
 
     # -- products
@@ -235,8 +241,8 @@ class MicroBatch:
         # a grouped product serves a block's experts with one launch
         owner = self.places.get(name)
         grouped = owner is not None and owner.weight.kind == "expert"
-        together = max(1.0, touched / len(owner.weight.layers)) if owner is not None and grouped else 1.0
-        launched = len(owner.weight.layers) if owner is not None and grouped else p.count
+        launched = p.count // owner.weight.a_layer if owner is not None and grouped else p.count
+        together = max(1.0, touched / launched) if grouped else 1.0
         sizes = {"forward": (rows * p.n, p.k), "grad_input": (rows * p.k, p.n), "grad_weight": (float(p.n * p.k), rows)}
         chunked = head and self.backward and place is not None and (place.quantized > 0 or place.rank > 0)
         repeated = 1.0 if chunked else p.recompute / p.forward
@@ -306,10 +312,12 @@ class MicroBatch:
 
         yield load("forward", flop, forward, 1)
         if again := sum(p.recompute for p in parts):
-            yield load("recompute", again * t, forward * self.blocks_again, self.blocks_again)
+            share = self.blocks_again * self.reached
+            yield load("recompute", again * t, forward * share, share)
         if self.backward:
             # the sum of dy y, the gradients, and the query's gradient to the model's dtype
-            yield load("backward", sum(p.backward for p in parts) * t * 5 / 4, backward, 3)
+            share = len(self.flow["context"]) / s.layers
+            yield load("backward", sum(p.backward for p in parts) * t * 5 / 4, backward * share, 3 * share)
 
     # -- operations between the products
 
@@ -355,8 +363,8 @@ class MicroBatch:
             yield load("recompute", move.forward * again, move.launches[0] * again)
         if self.backward:
             trained = move.trained if self.base_trains and move.trained is not None else move.backward
-            share = (count - blind) / count
-            yield load("backward", trained * share, move.launches[1])
+            reached = self.reached if layered else 1.0
+            yield load("backward", trained * (count * reached - blind) / count, move.launches[1] * reached)
 
     def _sums(self) -> Iterator[Load]:
         """Yield the loads of residual sums, of sums of gradients of one tensor, and of an adapter's sums: each reads two tensors,
@@ -364,26 +372,28 @@ class MicroBatch:
         s = self.shape
         sums, width = 2 * s.layers, s.width * self.own_tokens / self.tokens
         yield from self._sum("residual", "elementwise", "forward", sums, sums * width)
-        yield from self._sum("residual", "elementwise", "backward", sums - self.blind, (sums - self.blind) * width)
+        back = round(sums * self.reached) - self.blind
+        yield from self._sum("residual", "elementwise", "backward", back, back * width)
         readers: dict[str, list[Placement]] = {}
         for place in self.places.values():
             if place.weight.kind != "head":
                 readers.setdefault(place.weight.reads, []).append(place)
         met = met_width = also = also_width = 0
         for tensor, places in readers.items():
-            # every reader beyond the first is a sum; under a frozen first block its input wants no gradient
-            blocks = max(len(place.weight.layers) for place in places) - (self.blind if tensor == "attention" else 0)
-            adapters = sum(place.rank > 0 for place in places)
+            # every reader beyond the first is a sum, where the input wants a gradient
+            live = self.flow[tensor]
+            blocks = max(len(live.intersection(place.weight.layers)) for place in places)
+            adapters = sum(len(live & place.adapted) for place in places)
             wide = places[0].weight.k * places[0].weight.active_a_layer
             met, met_width = met + blocks * (len(places) - 1), met_width + blocks * (len(places) - 1) * wide
-            also, also_width = also + blocks * adapters, also_width + blocks * adapters * wide
+            also, also_width = also + adapters, also_width + adapters * wide
         yield from self._sum("gradients that meet", "elementwise", "backward", met, met_width)
-        adapted = [place.weight for place in self.places.values() if place.rank]
-        calls = sum(w.active for w in adapted)
-        yield from self._sum("adapter's sums", "adapter", "forward", calls, sum(w.n * w.active for w in adapted))
+        calls = sum(place.active_adapters for place in self.places.values())
+        wide = sum(place.weight.n * place.active_adapters for place in self.places.values())
+        yield from self._sum("adapter's sums", "adapter", "forward", calls, wide)
         yield from self._sum("adapter's sums", "adapter", "backward", also, also_width)
         if calls:  # the small product between A and B is scaled, in both passes
-            small = sum(place.rank * place.weight.active for place in self.places.values())
+            small = sum(place.rank * place.active_adapters for place in self.places.values())
             yield from self._sum("adapter's scale", "adapter", "forward", calls, small, moves=2)
             yield from self._sum("adapter's scale", "adapter", "backward", calls, small, moves=2)
 

@@ -19,7 +19,7 @@ from typing import Any
 from surokit.applied import Trainer, fusion_of, host_streams, is_adapter, recipe_of
 from surokit.planner.counts.flops import Trained
 from surokit.planner.counts.memory import DTYPE_BYTES
-from surokit.recipe import BF16, Lora
+from surokit.recipe import BF16, Lora, block_of
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def model_in(what: Any) -> Any:
 def read_own(what: Any) -> LiveArguments:
     """Read the arguments that a live model or a session has; return NOTHING for anything else."""
     model = model_in(what)
-    if not all(callable(getattr(model, name, None)) for name in ("named_parameters", "modules")):
+    if not all(callable(getattr(model, name, None)) for name in ("named_parameters", "named_modules", "modules")):
         return NOTHING
     named = list(model.named_parameters())
-    adapters = _Adapters.of(named)
+    adapters = _Adapters.of(named, [name for name, _ in model.named_modules()])
     notes = list(adapters.notes)
     trained = _trained(named, adapters)
     base = [p for name, p in named if not is_adapter(name)]
@@ -94,18 +94,20 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # experts hold both in one 
 @dataclass(frozen=True)
 class _Adapters:
     """An _Adapters describes low-rank adapters, found by their parameters' names: ours are `q_proj.lora_A.weight`, PEFT's
-    `q_proj.lora_A.default.weight`."""
+    `q_proj.lora_A.default.weight`. `layers` has every layer of a name that one with an adapter has, and whether it has one."""
 
     rank: int = 0
     targets: tuple[str, ...] = ()
     peft: bool = False
     bytes: int = 0
     notes: tuple[str, ...] = ()
+    layers: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Any]]) -> _Adapters:
+    def of(cls, named: Sequence[tuple[str, Any]], modules: Iterable[str]) -> _Adapters:
         ranks: Counter[str] = Counter()  # by layer, of all its adapters together
         peft, size, notes = False, 0, []
+        parts: dict[str, tuple[str, ...]] = {}
         for name, p in named:
             if not is_adapter(name):
                 continue
@@ -113,6 +115,7 @@ class _Adapters:
             path, _, rest = name.partition(".lora_A.")
             if rest and len(p.shape) == 3:  # of experts, [E, r, K]
                 ranks[f"{path}.{rest}"] += p.shape[1]
+                parts |= {rest: _PARTS.get(rest, (rest,))}
             elif rest:
                 ranks[path] += p.shape[0]
                 peft |= rest != "weight"
@@ -120,12 +123,27 @@ class _Adapters:
                 notes.append(f"what {name.rpartition('.lora_')[2]} of an adapter computes is left out")
         if not ranks:
             return cls(notes=tuple(notes))
-        leaves = dict.fromkeys(path.rpartition(".")[2] for path in ranks)
-        targets = tuple(part for leaf in leaves for part in _PARTS.get(leaf, (leaf,)))
+        leaves = dict.fromkeys(map(_leaf, ranks))
+        every = [*modules, *(name for name, _ in named)]  # experts' weights are no modules
+        layers = dict.fromkeys(ranks, True)
+        layers |= {path: path in ranks for path in every if _leaf(path) in leaves and not is_adapter(path)}
+        targets = tuple(t for leaf in leaves for part in parts.get(leaf, (leaf,)) for t in _targets(part, leaf, layers))
         (rank, _), *others = Counter(ranks.values()).most_common()
         if others:
             notes.append(f"adapters of several ranks are planned with rank {rank}, that of most")
-        return cls(rank, targets, peft, size, tuple(dict.fromkeys(notes)))
+        return cls(rank, targets, peft, size, tuple(dict.fromkeys(notes)), layers)
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _targets(name: str, leaf: str, layers: Mapping[str, bool]) -> Sequence[str]:
+    """Return the targets that mean those of the layers called `leaf`, `name` in a plan, that have an adapter: the name, or where
+    not all have one, a pattern for each block."""
+    own = {path: adapted for path, adapted in layers.items() if _leaf(path) == leaf}
+    blocks = dict.fromkeys(block_of(path) for path, adapted in own.items() if adapted)
+    return [name] if all(own.values()) or None in blocks else [f"layers.{block}.*.{name}" for block in blocks]
 
 
 def _trained(named: Sequence[tuple[str, Any]], adapters: _Adapters) -> Trained:
@@ -157,7 +175,8 @@ def _recipe(model: Any, adapters: _Adapters) -> Any:
         return recipe if recipe is None or recipe.adapter is None else replace(recipe, adapter=None)
     recipe = recipe or BF16
     now = recipe.adapter or Lora()
-    if recipe.adapter is not None and now.rank == adapters.rank and set(adapters.targets) <= set(now.targets):
+    means = all(bool(now.meant(path)) == adapted for path, adapted in adapters.layers.items())
+    if recipe.adapter is not None and now.rank == adapters.rank and means:
         return recipe
     return recipe.lora(adapters.rank, now.alpha, adapters.targets)
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit import arguments, units
+from surokit.planner.inputs.configs import read_shape
 from surokit.planner.scaling.laws import Additive, Optimum, Predicted, ScalingLaw, read_loss
 from surokit.planner.scaling.plot import draw
 from surokit.planner.scaling.solver import Problem, robust_scatter
@@ -73,7 +75,8 @@ def fit_scaling(
 
     runs     a DataFrame or a list of dicts with the columns parameters, tokens and loss (nats a token), or a list of
              Sessions, or a dict of them by name. Of a Session, the last held-out loss counts; without any, the mean
-             training loss of its last tenth.
+             training loss of its last tenth. Its model's parameters are counted as a plan's: of experts, those that a
+             token passes, and no adapters.
     form     "both" fits both terms, "parameters" and "tokens" one of them; "auto" those whose numbers vary
     level    probability of the intervals
     huber    threshold of the Huber loss on log losses; without it, 1.345 robust standard deviations of the residuals
@@ -302,7 +305,7 @@ def _read(runs: Any) -> tuple[list[Run], list[str]]:
             if not held_out:
                 trained.append(str(name))
             tokens = getattr(run, "tokens", None) or float(run.records.column("tokens").sum())
-            found.append(Run(float(sum(p.numel() for p in run.model.parameters())), float(tokens), loss, str(name)))
+            found.append(Run(_parameters(run.model), float(tokens), loss, str(name)))
         else:
             raise TypeError(
                 f"{name} is a {type(run).__name__}: give parameters, tokens and loss of each run, or a Session."
@@ -313,6 +316,13 @@ def _read(runs: Any) -> tuple[list[Run], list[str]]:
         )
     notes = ["losses are the training loss of each run's last tenth, none was evaluated"] if trained else []
     return found, notes
+
+
+def _parameters(model: Any) -> float:
+    """Return N of a session's model as a law counts that of a plan: what a token passes, or all where its shape cannot be read."""
+    with suppress(TypeError, ValueError):
+        return float(read_shape(model)[0].active_parameters)
+    return float(sum(p.numel() for p in model.parameters()))
 
 
 def _run(name: str, parameters: Any, tokens: Any, loss: Any) -> Run:
