@@ -147,7 +147,7 @@ def gradients_of_gradients():
 
 def lora():
     model = model_of(config_of("llama"))
-    assert adapt(model, 4, ("q_proj", "v_proj", "down_proj"))
+    assert adapt(model, sk.Lora(4, targets=("q_proj", "v_proj", "down_proj")))
     return language(model)
 
 
