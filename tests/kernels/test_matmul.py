@@ -105,7 +105,7 @@ def test_large_products_are_cut_and_rounded_once(monkeypatch, in_scratch):
     whole = matmul.addmm_(y.clone(), a, b)
     monkeypatch.setattr(matmul, "MOST_SIDE", 128)
     monkeypatch.setattr(matmul, "SCRATCH_ELEMENTS", 40_000)  # 128 x 94 x 125: each extent is cut, and not evenly
-    monkeypatch.setattr(matmul, "_kept", threading.local())
+    monkeypatch.setattr("surokit.kernels.reference.matmul._kept", threading.local())
     cut = matmul.addmm_(y.clone(), a, b)
     assert 0 < matmul._kept.buffer.numel() <= 40_000
     # a float32 product may sum in another order at another size: the last place of a few may differ
@@ -467,7 +467,7 @@ def test_what_a_system_does_not_say_is_left_to_torch(monkeypatch):
 
 
 def test_kept_memory_is_on_the_cpu_whatever_the_default_device_is(monkeypatch):
-    monkeypatch.setattr(matmul, "_kept", threading.local())
+    monkeypatch.setattr("surokit.kernels.reference.matmul._kept", threading.local())
     a, b = matrices(512, 512, 512)
     with kernels.converting(True):
         with torch.device("meta"):

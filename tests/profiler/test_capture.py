@@ -1,6 +1,7 @@
 """Live profiles on a CPU: steps, modules, seeded faults with file and line, exceptions, and nothing left behind."""
 
 import math
+import sys
 import threading
 import time
 import warnings
@@ -697,3 +698,22 @@ def test_the_tracers_chatter_is_dropped_and_the_rest_kept(capfd):
     with profile():
         train(1)
     assert "USDT" not in capfd.readouterr().err
+
+
+def test_a_frame_that_is_none_any_more_is_left_out(monkeypatch):
+    """CPython 3.11 has given a function for a frame of a thread that runs; the sampler goes on."""
+    asked: list[None] = []
+    often = threading.Event()
+
+    def frames():
+        asked.append(None)
+        if len(asked) > 2:
+            often.set()
+        return {1: frames}
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    sampler = watching.Sampler(1)
+    sampler.start()
+    assert often.wait(60)
+    sampler.stop()
+    assert sampler.samples()[0] == ()

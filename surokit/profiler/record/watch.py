@@ -393,8 +393,14 @@ class Sampler:
             frame = sys._current_frames().get(self.thread)
             if frame is None:
                 break
-            file, line, _ = user_line(frame)
-            del frame
+            try:
+                file, line, _ = user_line(frame)
+            except (
+                AttributeError
+            ):  # CPython 3.11 may take for a running thread's frame what is none any more (its issue 97002)
+                continue
+            finally:
+                del frame
             self._seen.append((now, file, line))
             self._spent_ns += time.time_ns() - now
 
