@@ -226,7 +226,6 @@ class Live:
         self._stall_ms: float | None = None
         self._closing: list[Callable[[], object]] = []  # to do at the end
         self.observer: Observer | None = None
-        self._counted_at: int | None = None  # the length of the FLOPs a token that `info` has
         self._steps_by_optimizer = inner is not None
         self._waiting: list[_Waiting] = []  # for the optimizer's step
         self._shows = self._logs_before = (
@@ -549,8 +548,7 @@ class Live:
         device = _device()
         self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device, self._gpus))
         if self.observer is not None:
-            self._counted_at = self.observer.lengths.mean
-            found = light_of_foreign(self.observer.model, device, self._counted_at)
+            found = light_of_foreign(self.observer.model, device, self.observer.lengths.note())
             flops = FLOPS if found.flops_per_token else ""
             self.info = replace(self.info, **found._asdict(), flops=flops, model=type(self.observer.model).__name__)
         self._panel.on_info(self.info)
@@ -558,7 +556,7 @@ class Live:
     def _is_longer_or_shorter(self) -> bool:
         """Return whether the FLOPs a token that are known are those of another length than the mean of the loop so far."""
         seen, known = self.observer, self.info.flops_per_token is not None
-        return known and seen is not None and seen.lengths.has_left(self._counted_at)
+        return known and seen is not None and seen.lengths.moved
 
     def _beat(self, state: str | None = None, now: bool = False) -> None:
         """Write run.json: a new state at once, a sign of life at most every two seconds or `now`."""

@@ -270,9 +270,8 @@ class Scaling:
         return figure
 
 
-FEWER = (
-    0.9  # times the tokens of a rank before, below which a batch is smaller: where lengths differ, chance makes some
-)
+# times a rank's tokens before, below which its batch is smaller: where lengths differ, chance makes some so
+FEWER = 0.9
 PARTS = ("communication", "waiting", "smaller_batches", "rest")
 _HEADER = ("GPUs", "tokens/s", "efficiency", "step ms", "lost", "communication", "waiting", "smaller batches", "rest")
 

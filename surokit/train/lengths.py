@@ -17,6 +17,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self._tokens, self._summed = 0, 0.0
+        self._noted: int | None = None
 
     def add(self, tokens: int, length: float) -> None:
         """Add so many tokens of rows of this length."""
@@ -37,6 +38,12 @@ class Lengths:
         """Return the mean length; None before the first token."""
         return round(self._summed / self._tokens) if self._tokens else None
 
-    def has_left(self, length: int | None) -> bool:
-        """Return whether the mean is not near `length`, at which FLOPs were counted."""
-        return self.mean is not None and (length is None or abs(self.mean - length) > NEAR * self.mean)
+    def note(self) -> int | None:
+        """Return the mean, and keep it as the length at which FLOPs were counted last."""
+        self._noted = self.mean
+        return self._noted
+
+    @property
+    def moved(self) -> bool:
+        """Return whether the mean is not near what it was when FLOPs were counted."""
+        return self.mean is not None and (self._noted is None or abs(self.mean - self._noted) > NEAR * self.mean)

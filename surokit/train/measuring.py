@@ -65,9 +65,8 @@ class Measuring:
         self.meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
         self.watch = _device_watch(device)
         self._before: Mark | None = None  # the end of the step before, or the beginning of the loop
-        self._owed_s: deque[float] = (
-            deque()
-        )  # waits for steps in flight, which the next steps have instead of their own
+        # waits for steps in flight, which the next steps have instead of their own
+        self._owed_s: deque[float] = deque()
 
     @property
     def watchers(self) -> list[Watcher]:

@@ -56,7 +56,6 @@ class Journal:
         self._total: int | None = getattr(session.schedule, "steps", None)
         self._started = 0.0
         self._light: tuple[int | None, Light] | None = None
-        self._counted_at: int | None = None  # the length of the FLOPs a token that `info` has
         self._health = Health()
         self._conditions: tuple[Condition, ...] = ()
         self._ended_by: Condition | None = None  # the run before
@@ -110,7 +109,8 @@ class Journal:
         self._session.subscribers.emit("on_end", reason)
 
     def _tell_info(self) -> None:
-        self.info, self._counted_at = self.describe(), self._session.lengths.mean
+        self.info = self.describe()
+        self._session.lengths.note()
         self._session.subscribers.emit("on_info", self.info)
 
     def changed(self) -> None:
@@ -183,7 +183,7 @@ class Journal:
     def _is_longer_or_shorter(self) -> bool:
         """Return whether the FLOPs a token that were told are those of another length than the mean of the run so far."""
         known = self.info is not None and self.info.flops_per_token is not None
-        return known and self._session.lengths.has_left(self._counted_at)
+        return known and self._session.lengths.moved
 
     def stop_when(self, conditions: Sequence[Condition]) -> None:
         for condition in conditions:

@@ -395,9 +395,8 @@ class Sampler:
                 break
             try:
                 file, line, _ = user_line(frame)
-            except (
-                AttributeError
-            ):  # CPython 3.11 may take for a running thread's frame what is none any more (its issue 97002)
+            # CPython 3.11 may take for a running thread's frame what is none any more (its issue 97002)
+            except AttributeError:
                 continue
             finally:
                 del frame
