@@ -51,6 +51,7 @@ def add(commands: Any) -> None:
         "--usd-per-gpu-hour": "price",
     }.items():
         race.add_argument(name, type=number, help=what, metavar="N")
+    race.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="of every run (adamw)")
     race.add_argument("--until", type=_loss, metavar="LOSS", help="held-out loss that every run trains to")
     race.add_argument("--no-control", dest="control", action="store_false", help="without the baseline's twin")
     race.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep everything there, to be run again")
@@ -116,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lora_init == "loftq":
         options["allow"] = ("weights",)  # each storage loses something else, with which its adapters begin
     try:
-        race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=sk.AdamW(lr=lr), **options)
+        optimizer = {"adamw": sk.AdamW, "muon": sk.Muon}[arguments.optimizer](lr=lr)
+        race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=optimizer, **options)
     except sk.racing.UnequalWork as error:
         raise ValueError(_unequal(error.differences)) from error
     race.command = _from_anywhere(arguments.argv)

@@ -46,7 +46,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     """AdamW is an optimizer whose formula stands in kernels/reference/adamw.py.
 
     params: tensors, of which the frozen ones are left out and those with fewer than two dimensions (norms, biases) get
-        no weight decay; or torch's parameter groups, taken as they are. Absent: a `Spec`.
+        no weight decay, nor do biases of experts where names are given too (named_parameters()); or torch's parameter groups,
+        taken as they are. Absent: a `Spec`.
     lr: a float, or a 0-d tensor on the parameters' device, which a compiled or captured step can read anew.
     state_dtype: None keeps the two moments in each parameter's dtype; torch.float32 keeps them in float32.
     rounding: "stochastic" rounds bfloat16 parameters up or down at random after each update, right on average. To nearest,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 _JSON = (type(None), bool, int, float, str, list, tuple)
 
 
@@ -29,11 +29,11 @@ class Spec:
         """Return the optimizer over those of `params`, or of a model's parameters, that require a gradient; ValueError if there is
         none.
 
-        An optimizer that decides by modules (`takes_modules`) is given the model itself.
+        An optimizer that decides by modules (`takes_modules`) is given the model itself, and others of surokit the names too.
         """
         takes: Any = params
         if isinstance(params, nn.Module) and not getattr(self.optimizer, "takes_modules", False):
-            takes = params.parameters()
+            takes = params.named_parameters() if is_ours(self.optimizer) else params.parameters()
         # a learning rate in a tensor is filled in place, and every optimizer has its own
         options: dict[str, Any] = {
             key: value.clone() if isinstance(value, Tensor) else value for key, value in self.options.items()

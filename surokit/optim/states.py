@@ -90,7 +90,9 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
 
-    The optimizer remembers in which order it was given them (`given_order`). ValueError where nothing is trainable.
+    params: where they are pairs with names, as named_parameters() has them, a bias of two dimensions is known, which is one row
+    for each expert, and gets no decay. The optimizer remembers in which order it was given them (`given_order`). ValueError where
+    nothing is trainable.
     """
     name = type(optimizer).__name__
     if isinstance(params, Tensor | nn.Module):
@@ -99,12 +101,14 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
     every = list(params)
     if every and isinstance(every[0], dict):
         return every  # type: ignore[return-value]
-    tensors: list[Tensor] = [p for p in every if isinstance(p, Tensor)]
-    if len(tensors) < len(every):
-        raise TypeError(f"{name} takes parameters or torch's parameter groups; for named ones pass model.parameters().")
+    named: list[Any] = [each if isinstance(each, tuple) and len(each) == 2 else ("", each) for each in every]
+    if not all(isinstance(p, Tensor) for _, p in named):
+        raise TypeError(f"{name} takes parameters, with their names or without, or torch's parameter groups.")
+    tensors: list[Tensor] = [p for _, p in named]
     check_trains(name, tensors)
-    matrices = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim >= 2]
-    vectors = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim < 2]
+    trained = [i for i, p in enumerate(tensors) if p.requires_grad]
+    vectors = [i for i in trained if tensors[i].ndim < 2 or named[i][0].endswith("bias")]
+    matrices = [i for i in trained if i not in set(vectors)]
     vars(optimizer)["given_order"] = len(tensors), matrices + vectors
     return [
         {"params": [tensors[i] for i in group], "weight_decay": decay}

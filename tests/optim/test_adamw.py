@@ -227,6 +227,17 @@ class TestGroups:
         optimizer = AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
         assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0]
 
+    @every
+    def test_no_weight_decay_on_biases_of_experts(self, kind: Any) -> None:
+        experts = nn.Module()
+        experts.down_proj = nn.Parameter(torch.ones(2, 3, 4))
+        experts.down_proj_bias = nn.Parameter(torch.ones(2, 4))
+        for optimizer in (kind(lr=0.1).build(experts), kind(experts.named_parameters(), lr=0.1)):
+            assert [(g["params"], g["weight_decay"]) for g in optimizer.param_groups] == [
+                ([experts.down_proj], 0.1),
+                ([experts.down_proj_bias], 0.0),
+            ]
+
     def test_frozen_parameters_are_left_out(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0].requires_grad_(False)
@@ -354,7 +365,7 @@ class TestSpec:
             with refused(TypeError):
                 kind(wrong, lr=1e-3)
         with refused(TypeError):
-            kind(nn.Linear(2, 2).named_parameters(), lr=1e-3)
+            kind(["weight", "bias"], lr=1e-3)
 
     def test_bf16_moments_that_stall_are_warned_of_once(self) -> None:
         params = make_params(torch.bfloat16)

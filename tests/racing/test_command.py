@@ -120,6 +120,19 @@ def test_how_adapters_begin(monkeypatch, capsys, text):
     assert "--lora-init loftq is for recipes that store weights" in capsys.readouterr().err
 
 
+def test_every_run_has_the_optimizer_that_is_asked_for(monkeypatch, text):
+    asked = []
+
+    def race(recipes, *, optimizer, **options):
+        asked.append(optimizer)
+        return SimpleNamespace(run_dir=None, reason="done")
+
+    monkeypatch.setattr(sk, "race", race)
+    assert cli.main(["race", *SMALL, *text, "--lr", "2e-3", "--optimizer", "muon"]) == 0
+    assert cli.main(["race", *SMALL, *text, "--lr", "2e-3"]) == 0
+    assert asked == [sk.Muon(lr=2e-3), sk.AdamW(lr=2e-3)]
+
+
 def test_it_is_run_again_from_anywhere_and_overwrites_nothing(tmp_path, capsys, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     arguments = ["race", "--recipes", "bf16", "fp8", "--steps", "4", *SMALL, "--text", "text.txt"]
