@@ -455,6 +455,12 @@ class Decoder(nn.Module):
             loss = with_gradient_of(loss, balance, self.config.balance)
         return Output(loss, hidden_BTK, self.lm_head, balance_loss=balance)
 
+    def next_logits(self, input_ids: Tensor, cache: KeyValueCache) -> Tensor:
+        """Return the logits behind the last of these tokens, float32 [B, V]; the cache has what is before them, then all."""
+        hidden_BTK = self.model(input_ids, None, cache)
+        logits_BV: Tensor = self.lm_head(hidden_BTK[:, -1])
+        return logits_BV.float()
+
     def _loss(self, hidden_BTK: Tensor, labels: Tensor) -> Tensor:
         # moving the labels instead of cutting the last hidden state off saves a copy and keeps the number of rows round
         next_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

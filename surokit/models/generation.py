@@ -44,6 +44,8 @@ def generate(
     eos_id, one or several, by default the model's own (config.eos_id; () for none), and is filled up with the config's pad token
     or the first eos_id.
 
+    The processes among which a model is divided call this together, with the same prompts.
+
     Computes without gradients, in evaluation mode, and leaves the model in the mode it was in. Raises TypeError for a model
     that is not a surokit.Decoder (transformers' models have their own generate) and for prompts that are none, ValueError for
     impossible settings and padding that is not at the left.
@@ -123,6 +125,7 @@ class Generation:
             )
         ends = config.eos_ids if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
         pad = _pad_id(config)
+        _gather_for_tokens(model)
         self.model, self.max_new_tokens = model, max_new_tokens
         self.cache = KeyValueCache(config, B, T + max_new_tokens, weight.device, weight.dtype, padding_B)
         self._how = temperature, top_k, generator
@@ -170,8 +173,7 @@ class Generation:
     @torch.no_grad()
     def _forward(self) -> Tensor:
         """Compute what is written and not yet in the cache, and write the token that follows."""
-        hidden_BTK = self.model.model(self._ids[:, self.cache.seen : self._written], None, self.cache)
-        self.logits = self.model.lm_head(hidden_BTK[:, -1]).float()
+        self.logits = self.model.next_logits(self._ids[:, self.cache.seen : self._written], self.cache)
         token_B = _choose(self.logits, *self._how)
         if self._ends is not None:
             token_B = token_B.masked_fill(self._ended_B, self._fill)
@@ -179,6 +181,15 @@ class Generation:
         self._ids[:, self._written] = token_B
         self._written += 1
         return token_B[:, None]
+
+
+def _gather_for_tokens(model: Decoder) -> None:
+    """Let FSDP2, where it divides the model, gather the weights of `next_logits` as it gathers those of a forward."""
+    # told by what it can do: its module need not be loaded
+    if hasattr(model, "unshard") and "next_logits" not in vars(model):
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, "next_logits")
 
 
 def _pad_id(config: DecoderConfig) -> int | None:

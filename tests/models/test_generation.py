@@ -3,6 +3,7 @@ recipe; sampling follows its generator; impossible requests are refused."""
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import surokit as sk
@@ -219,6 +220,23 @@ def test_prefill_and_step(ids, mask):
     assert torch.equal(writing.ids, generate(model, ids, 5, attention_mask=mask))
     with refused(RuntimeError):
         writing.step()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_divided_model_generates_before_and_between_its_steps(tied, one_process, ids, mask):
+    """FSDP2 gathers embedding, last norm and head around the root's own forward alone, which has to be the first that runs."""
+    whole, divided = decoded(tied=tied), decoded(tied=tied)
+    for block in divided.model.layers:
+        fully_shard(block, mesh=one_process)
+    fully_shard(divided, mesh=one_process)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, divided)]
+    for _ in range(2):
+        assert torch.equal(*(generate(model, ids, 8, attention_mask=mask) for model in (whole, divided)))
+        for model, optimizer in zip((whole, divided), optimizers):
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(*(written(model, ids)[1] for model in (whole, divided)))
 
 
 class Operations(TorchDispatchMode):

@@ -430,6 +430,19 @@ def own_loop(folder: Path) -> dict[str, Any]:
     return found
 
 
+def written(parallel: sk.Parallel | None) -> list[list[list[int]]]:
+    """The tokens that a session's model writes before its first step and after it."""
+    session = sk.Session(make(CASES["bf16"]), batches(), parallel=parallel, schedule=None)
+    prompts = batches(1)[0]["input_ids"][:, :8].to(session.device)
+    first = sk.generate(session.model, prompts, 8).tolist()
+    session.run(1)
+    return [first, sk.generate(session.model, prompts, 8).tolist()]
+
+
+def writes(folder: Path) -> dict[str, Any]:
+    return {layout: written(LAYOUTS[layout]) for layout in ("copies", "shards", "zero-2")}
+
+
 def shares_matrices_out(folder: Path) -> dict[str, Any]:
     device = join(LAYOUTS["copies"]).device.type
     found = {name: job() for name, job in matrices.jobs(device).items()} | matrices.leaves_to_each(device)
@@ -478,6 +491,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "shares the data": shares_the_data,
     "refuses": refuses,
     "own loop": own_loop,
+    "writes": writes,
     "shares matrices out": shares_matrices_out,
 }
 

@@ -30,6 +30,7 @@ from tests.parallel.spread_ranks import (
     trained,
     whence,
     write_model,
+    written,
 )
 from tests.processes import found_by
 from tests.refusals import refused
@@ -274,6 +275,13 @@ def test_gradients_of_ones_own_loop_are_means(ranks: Any) -> None:
         for name in ("copies", "shards"):
             for grad, right in zip(result[name], expected, strict=True):
                 torch.testing.assert_close(grad, right)
+
+
+@pytest.mark.parametrize("layout", ["copies", "shards", "zero-2"])
+def test_processes_write_text_together(ranks: Any, layout: str) -> None:
+    (first, _), found = written(None), [found[layout] for found in found_in(ranks, "writes")]
+    assert all(each == found[0] for each in found)
+    assert found[0][0] == first
 
 
 @pytest.mark.parametrize("way", matrices.SHARED_OUT + matrices.BY_EACH)
