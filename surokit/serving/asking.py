@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,8 +41,11 @@ class Server:
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         return {"model": self.model, **asked, "max_tokens": tokens, "temperature": 0, "stream": True, **self.options}
 
-    def bodies(self, workload: Workload) -> list[dict[str, Any]]:
-        """Return the requests of a workload. ValueError where its prompts are shorter than what the server puts around them."""
+    def bodies(self, workload: Workload, began: str) -> list[dict[str, Any]]:
+        """Return the requests of a workload, with other prompts each time that it began.
+
+        ValueError where they are shorter than what the server puts around them.
+        """
         n = workload.requests
         if workload.prompts:
             prompts = [workload.prompts[i % len(workload.prompts)] for i in range(n)]
@@ -52,8 +56,8 @@ class Server:
                     f"Workload(input_tokens={workload.input_tokens}): the server puts {self.beside} tokens around every prompt, "
                     "so give more."
                 )
-            # of every workload others: a server that keeps what it computed of a prompt would answer the second one from memory
-            prompts = texts(self.words, [length] * n, (workload.seed, workload.digest))
+            # a server that keeps what it computed of a prompt would answer from memory when it comes again
+            prompts = texts(self.words, [length] * n, (workload.seed, workload.digest, zlib.crc32(began.encode())))
         return [self.body(prompt, workload.output_tokens) for prompt in prompts]
 
 

@@ -87,7 +87,8 @@ def serve_bench(
                 if kind not in servers:
                     servers[kind] = await asked(client, model, work, extra or {})
                 found = servers[kind]
-                bodies, began = found.bodies(work), datetime.now(UTC).isoformat(timespec="seconds")
+                began = datetime.now(UTC).isoformat()
+                bodies = found.bodies(work, began)
 
                 def tell(answers: Mapping[int, Answer], seconds: float, work: Workload = work) -> None:
                     progress.tell_answers(f"{named}, {work.name}", work.requests, answers, seconds)

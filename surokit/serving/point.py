@@ -21,7 +21,7 @@ STATES = ("failed", "truncated", "late")
 class Point:
     """A Point is one workload on one server.
 
-    delay: of the client itself. notes: what a reader has to know. date: when it began.
+    delay: of the client itself. notes: what a reader has to know. date: when it began, by which its prompts are drawn.
     stated: figures of another client's file that keeps no single answers, by the names of `row()`. unknown: names of what its
     answers cannot say, such as "itl" where only an answer's first and last token are known, and "short" where it is not known how
     many tokens were asked for.

@@ -20,7 +20,7 @@ class Workload:
         once. concurrency: as many are kept unanswered, each answer being followed by the next request; None does not bound it.
     prompts: the user's own texts, in turn, instead of random words of input_tokens.
     chat: sent as a message to chat/completions, and not as a text to completions.
-    seed: of prompts and arrivals.
+    seed: of arrivals, and of prompts together with the time at which they are sent.
     """
 
     requests: int = 1000

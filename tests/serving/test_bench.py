@@ -147,6 +147,14 @@ def test_every_workload_has_prompts_of_its_own():
     assert len(set(sent)) == len(sent) == 12
 
 
+def test_a_second_measurement_has_other_prompts():
+    server = Words()
+    for _ in range(2):
+        benched(server)
+    sent = [body["prompt"] for body in server.bodies if body["max_tokens"] == WORK.output_tokens]
+    assert len(set(sent)) == len(sent) == 12
+
+
 def test_a_folder_is_of_one_model_and_one_request(tmp_path):
     with pytest.raises(ConnectionError, match="does not list its models"):
         sk.serve_bench(URL, workload=WORK, folder=tmp_path)
