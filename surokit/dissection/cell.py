@@ -134,6 +134,12 @@ class Cell:
             return False
         return self.work.get("tokens_per_step") == other.work.get("tokens_per_step")
 
+    def same_output(self, other: Cell) -> bool | None:
+        """Return whether both generated the same tokens; None where one has none, or their batches are of other sizes."""
+        if self.output is None or other.output is None or self.work.get("batch") != other.work.get("batch"):
+            return None
+        return self.output == other.output
+
     @property
     def scale(self) -> float:
         """Return the factor from a profiled step to one without the profiler, which is faster."""

@@ -187,7 +187,7 @@ class Dissection:
             row["machine"] = cell.machine
         if self.generates:
             row["prefill_ms"] = cell.prefill_ms
-            row["same_output"] = None if base is None or not cell.is_measured else cell.output == base.output
+            row["same_output"] = None if base is None else cell.same_output(base)
         return row | {
             "tokens_per_s": None if rate is None else rate.mid,
             "low": rate.low if rate is not None and rate.known else None,

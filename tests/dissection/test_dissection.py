@@ -210,6 +210,17 @@ def test_generation_has_its_own_columns():
     assert found.table("module").sum().tolist() == pytest.approx([60] * 3)
 
 
+def test_the_text_is_compared_with_one_of_as_many_prompts():
+    def writes(name, batch, **changes):
+        made = cell(name, **changes, batch="largest")
+        return replace(made, work={**made.work, "prefill_ms": [60], "output": "a" * batch, "batch": batch})
+
+    quantized = [writes(f"recipe={name}", batch, recipe=name) for name, batch in (("qfp8", 8), ("qfp4", 4))]
+    none_fits = cell(BASELINE, state="does not fit", batch="largest")
+    for base, same in ((writes(BASELINE, 4), [True, None, True]), (none_fits, [None] * 3)):
+        assert Dissection([base, *quantized]).table()["same_output"].tolist() == same
+
+
 # -- other machines and programs
 
 
