@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from surokit import kernels
 from surokit.convert import on_device, precision, skip_reason
 from surokit.layers import check_taken_over, linear_layers
+from surokit.nn.evaluating import evaluating
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.places import check_values
@@ -220,10 +221,8 @@ def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Oper
 
     handles = [layer.register_forward_hook(remember(name)) for name, layer in layers.items()]
     device = next(model.parameters()).device
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        with torch.enable_grad(), precision(model, "bf16"):
+        with evaluating(model), torch.enable_grad(), precision(model, "bf16"):
             loss = getattr(model(**{key: value.to(device) for key, value in batch.items()}), "loss", None)
             if loss is None:
                 raise ValueError(f"The model gave no loss for a batch of {', '.join(batch)}: it needs labels as well.")
@@ -233,8 +232,6 @@ def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Oper
     finally:
         for handle in handles:
             handle.remove()
-        for module in training:
-            module.training = True
     found = {}
     for name, y in outputs.items():
         layer = layers[name]

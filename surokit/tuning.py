@@ -34,6 +34,7 @@ from surokit.convert import gpu_for, precision, skip_reason
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.layers import check_taken_over, linear_layers, recipe_layers
+from surokit.nn.evaluating import evaluating
 from surokit.nn.experts import ExpertsLinear
 from surokit.planner.counts.flops import operand_bits
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, within_block
@@ -245,14 +246,9 @@ def _measure(
 @contextmanager
 def _undisturbed(model: nn.Module, where: torch.device) -> Iterator[None]:
     """Evaluation mode without gradients, and a random state of its own; all undone afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    devices = [where] if where.type == "cuda" else []
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 def _loss(model: nn.Module, batch: Mapping[str, Tensor], recipe: Recipe) -> float:

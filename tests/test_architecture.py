@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "widgets": "planner recipe runs tables units",
     "launching": "environment errors ranks runs places units tables widgets torch_private",
     "efficiency": "planner launching train profiler places tables units",
-    "tasks": "train data statistics",
+    "tasks": "nn train data statistics",
     "live": "train widgets runs environment",
     "racing": "train tasks profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places "
     "units statistics tables optim runs torch_private",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from surokit.models.config import DecoderConfig
 from surokit.models.decoder import Decoder, KeyValueCache
+from surokit.nn.evaluating import evaluating
 from surokit.places import check_values
 
 Prompts: TypeAlias = Tensor | Sequence[Tensor | Sequence[int]]
@@ -46,19 +47,15 @@ def generate(
 
     The processes among which a model is divided call this together, with the same prompts.
 
-    Computes without gradients, in evaluation mode, and leaves the model in the mode it was in. Raises TypeError for a model
+    Computes without gradients, in evaluation mode, and leaves every module in the mode it was in. Raises TypeError for a model
     that is not a surokit.Decoder (transformers' models have their own generate) and for prompts that are none, ValueError for
     impossible settings and padding that is not at the left.
     """
     writing = Generation(model, input_ids, max_new_tokens, temperature, top_k, generator, eos_id, attention_mask)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         writing.prefill()
         while not writing.ended:
             writing.step()
-    finally:
-        model.train(training)
     return writing.ids
 
 

@@ -11,5 +11,6 @@ stages.py        a norm or a gate and the layers that read it, as one operation;
 grouping.py      which layers of a stage share codes and products: the plan of a stage, which is kept
 joint.py         weights of siblings side by side in memory; weight_cache.py: codes of frozen weights
 fusion.py        which fusion holds for a module
+evaluating.py    evaluation mode for a while
 norm.py, qk.py, rope.py, attention.py, swiglu.py, loss.py: the pieces of a decoder
 """

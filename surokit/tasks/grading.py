@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.data.batches import check_positive
+from surokit.nn.evaluating import evaluating
 from surokit.statistics import Interval, wilson_interval
 from surokit.train.random_state import seeded
 
@@ -143,15 +144,9 @@ class Reached:
 @contextmanager
 def asked(model: nn.Module) -> Iterator[torch.device]:
     """Put the model in evaluation mode, without gradients and with random numbers of its own, inside the block; give its device."""
-    training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
-    with seeded(0, device), torch.no_grad():
-        model.eval()
-        try:
-            yield device
-        finally:
-            for module in training:
-                module.training = True
+    with seeded(0, device), torch.no_grad(), evaluating(model):
+        yield device
 
 
 def placed(values: Tensor, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from surokit.data import Tokenizer, check_vocabulary, load_tokenizer
 from surokit.data.conversations import prompt_for_reply
+from surokit.nn.evaluating import evaluating
 from surokit.train.random_state import seeded
 from surokit.train.setup import loss_of, targets_in
 from surokit.train.stream import Batch
@@ -142,11 +143,5 @@ def _continued(
 @contextmanager
 def aside(session: Session) -> Iterator[None]:
     """Put the model in evaluation mode and draw other random numbers in the block; both are undone afterwards."""
-    training = [module for module in session.model.modules() if module.training]
-    with seeded(session.seed, session.device):
-        session.model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    with seeded(session.seed, session.device), evaluating(session.model):
+        yield

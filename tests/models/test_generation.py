@@ -198,6 +198,15 @@ def distances(ours, theirs):
     return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).tolist()
 
 
+def test_every_module_keeps_its_mode(ids):
+    model = decoded().train()
+    frozen = model.model.layers[0].eval()
+    generate(model, ids, 2)
+    modes = {module: module.training for module in model.modules()}
+    assert not any(modes.pop(module) for module in frozen.modules())
+    assert all(modes.values())
+
+
 # -- a forward at a time
 
 
