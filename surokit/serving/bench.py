@@ -57,7 +57,8 @@ def serve_bench(
     counted and in no time. An interrupt keeps the workloads that were measured, and returns them; the one that was under way is
     measured anew from its start, as a part of a load is another load, and its answers so far stay in the folder.
 
-    ValueError or TypeError for arguments that cannot be, and a folder of another server; ConnectionError where nothing answers.
+    ValueError or TypeError for arguments that cannot be, and a folder of another server or model;
+    ConnectionError where nothing answers.
     """
     works = listed(workload)
     parts = urlsplit(url) if isinstance(url, str) else None
@@ -87,6 +88,9 @@ def serve_bench(
                 if kind not in servers:
                     servers[kind] = await asked(client, model, work, extra or {})
                 found = servers[kind]
+                if given["model"] not in (None, found.model):
+                    raise _another(place, "model", given["model"], found.model)
+                given["model"] = found.model
                 began = datetime.now(UTC).isoformat()
                 bodies = found.bodies(work, began)
 
@@ -181,8 +185,11 @@ def _connections() -> int:
 # -- the folder
 
 
-def _opened(place: Path, given: Mapping[str, Any]) -> list[Point]:
-    """Return the points that a folder holds, which is made where it is not there. ValueError for a folder of something else."""
+def _opened(place: Path, given: dict[str, Any]) -> list[Point]:
+    """Return the points that a folder holds, which is made where it is not there; a model that is not given is the folder's.
+
+    ValueError for a folder of something else.
+    """
     if not (place / HEAD).exists():
         check_new(place, "serve_bench")
         make_folder(place / ANSWERS, "the answers of a server")
@@ -190,13 +197,19 @@ def _opened(place: Path, given: Mapping[str, Any]) -> list[Point]:
         return []
     points = list(ServeBench.load(place).points)
     kept = json.loads((place / HEAD).read_text())
+    # an address says nothing of the model behind it: the server is asked before it is measured
+    given["model"] = given["model"] or kept["model"]
     for name, value in given.items():
         if kept[name] != value:
-            raise ValueError(
-                f"serve_bench(folder={str(place)!r}): the folder has {name}={kept[name]!r}, and this call {name}={value!r}: give "
-                "another folder; add() puts both in one table."
-            )
+            raise _another(place, name, kept[name], value)
     return points
+
+
+def _another(place: Path | None, name: str, kept: object, value: object) -> ValueError:
+    return ValueError(
+        f"serve_bench(folder={str(place)!r}): the folder has {name}={kept!r}, and this call {name}={value!r}: give another folder; "
+        "add() puts both in one table."
+    )
 
 
 @contextmanager

@@ -167,6 +167,15 @@ def test_a_folder_is_of_one_model_and_one_request(tmp_path):
         benched(Words(), server="127.0.0.1:9", folder=tmp_path, extra={"top_p": 0.5})
 
 
+def test_a_folder_knows_the_only_model_of_its_server(tmp_path):
+    benched(Words(), folder=tmp_path)
+    both = [WORK, *WORK.concurrencies(2)]
+    with refused(ValueError):
+        benched(Words(models=("large",)), both, folder=tmp_path)
+    assert len(benched(Words(), both, folder=tmp_path).points) == 2
+    assert benched(Words(), both, folder=tmp_path, model="tiny").points == sk.ServeBench.load(tmp_path).points
+
+
 def test_workloads_that_arrive_alike_have_names_of_their_own():
     works = [
         WORK,
