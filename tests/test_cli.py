@@ -350,10 +350,11 @@ def test_arguments_reach_dissect(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(sk, "dissect", dissect, raising=False)
     words = "dissect config.json --what tune --batch 3 --length 64 --steps 7 --gib 2 --together all --device cpu --over"
-    over = "recompute=none,full batch=1,largest compile=false,true"
+    over = "recompute=none,full batch=1,largest compile=false,true recipe=fp8"
     assert cli.main([*words.split(), *over.split(), "--report", str(tmp_path)]) == 0
     assert asked["batch"] == (3, 64)
-    assert asked["over"] == {"recompute": ("none", "full"), "batch": (1, "largest"), "compile": (False, True)}
+    several = {"recompute": ("none", "full"), "batch": (1, "largest"), "compile": (False, True)}
+    assert asked["over"] == {**several, "recipe": "fp8"}  # a value alone is set against the default
     assert {name: asked[name] for name in ("model", "what", "steps", "gib", "together", "device")} == {
         "model": "config.json",
         "what": "tune",

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         nargs="+",
         default=None,
         metavar="SWITCH=VALUES",
-        help="separated by commas, the first is the baseline's",
+        help="separated by commas, the first is the baseline's; one alone is set against the default",
     )
     dissect.add_argument(
         "--together",
@@ -76,12 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _switch(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Read a switch and its values, as in recompute=none,full."""
+def _switch(text: str) -> tuple[str, Any]:
+    """Read a switch and its values, as in recompute=none,full, or one value alone."""
     name, equals, values = text.partition("=")
     if not equals or not values:
         raise ValueError(f"--over {text!r}: write a switch and its values, as in recompute=none,full.")
-    return name, tuple(map(_value, values.split(",")))
+    found = tuple(map(_value, values.split(",")))
+    return name, found if len(found) > 1 else found[0]
 
 
 def _value(text: str) -> Any:
