@@ -19,8 +19,13 @@ def planned(plan: Plan, workload: Workload, server: str) -> Point:
 
     A request takes its prefill and then a token a step of decoding, beside as many others as are served at once: as many as are
     sent together or, at a rate, as that rate keeps in the server (Little's law), and never more than its memory holds. What finds
-    no place waits. ValueError as `plan.serving` has it.
+    no place waits. ValueError as `plan.serving` has it, and for a plan that divides the model among GPUs.
     """
+    if plan.setup.division.divides:
+        raise ValueError(
+            "planned(): serving is planned for one GPU that holds the whole model: give a plan that is not "
+            f"{plan.setup.division.words}."
+        )
     if workload.prompts:
         raise ValueError(
             "planned(): prompts of your own have lengths of their own: give workload= with the input_tokens to plan for."
@@ -47,7 +52,7 @@ def planned(plan: Plan, workload: Workload, server: str) -> Point:
         for number, (sent, start) in enumerate(_starts(workload, places, whole_ms / 1e3))
     ]
     stated = {f"itl_p{q}_ms": beside.token_ms for q in (50, 90, 99)} if workload.output_tokens > 1 else {}
-    notes = (f"planned and not measured ({one.kind}), {beside.concurrency} served at once: {beside.title}",)
+    notes = (f"planned and not measured ({one.kind}), {beside.concurrency} served at once: {beside.title}", *one.notes)
     return Point(server, workload, tuple(answers), notes=notes, stated=stated, unknown=("itl", "queue"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -124,9 +124,10 @@ class ServeBench:
         """Return the last point of a sweep that a server keeps up with: requests are answered at 95 % of the pace at which they
         arrive, or it has 95 % of the best throughput with the fewest at once. None where there is no sweep, or it keeps up with
         nothing. ValueError where there are several servers and none is named."""
-        servers = list(dict.fromkeys(p.server for p in self.points))
-        if server is None and len(servers) > 1:
-            raise ValueError(f"saturation(server=None): there are several servers, so name one: {', '.join(servers)}.")
+        if server is None and len(self._servers) > 1:
+            raise ValueError(
+                f"saturation(server=None): there are several servers, so name one: {', '.join(self._servers)}."
+            )
         points = [p for p in self.points if server in (None, p.server)]
         offered = sorted((p for p in points if p.workload.rate), key=lambda p: p.workload.rate or 0.0)
         if offered:
@@ -135,6 +136,10 @@ class ServeBench:
         closed = sorted((p for p in points if p.workload.concurrency), key=lambda p: p.workload.concurrency or 0)
         best = max(map(_rate, closed), default=math.nan)
         return next((p for p in closed if best and _rate(p) >= KEPT_UP * best), None)
+
+    @property
+    def _servers(self) -> list[str]:
+        return list(dict.fromkeys(p.server for p in self.points))
 
     def cost(self, usd_per_hour: float) -> dict[str, float]:
         """Return US dollars for a million output tokens at each point, at a price of the server per hour."""
@@ -159,12 +164,13 @@ class ServeBench:
     @property
     def notes(self) -> list[str]:
         """Return what has to be known beside the table."""
-        found = []
-        points = self.named
-        of_all = set.intersection(*(set(p.notes) for p in self.points)) if len(self.points) > 1 else set()
-        found += [f"all: {note}" for note in self.points[0].notes if note in of_all] if self.points else []
-        for where, p in points.items():
-            found += [f"{where}: {note}" for note in p.notes if note not in of_all]
+        found = [f"all: {note}" for note in _shared(self.points)]
+        of_all = set(_shared(self.points))
+        of_server = {name: _shared([p for p in self.points if p.server == name]) for name in self._servers}
+        for name, shared in of_server.items():
+            found += [f"{name}: {note}" for note in shared if note not in of_all]
+        for where, p in self.named.items():
+            found += [f"{where}: {note}" for note in p.notes if note not in of_all.union(of_server[p.server])]
             if p.delay is not None and p.delay.is_saturated:
                 found.append(
                     f"{where}: the client measured itself: it used {p.delay.cpu:.0%} of a core, and 1 of 100 times it was "
@@ -232,6 +238,11 @@ HEADER = ("server", "arrivals", "in / out", "answered", "lost", "requests/s", "t
 def _both(point: Point, name: str) -> str:
     found = [point.spread(name, q).mid for q in (0.5, 0.99)]
     return "" if all(map(math.isnan, found)) else " / ".join(map(three_digits, found))
+
+
+def _shared(points: Sequence[Point]) -> list[str]:
+    """Return the notes that several points have in common."""
+    return [note for note in points[0].notes if all(note in p.notes for p in points)] if len(points) > 1 else []
 
 
 def _share(point: Point) -> float:

@@ -56,8 +56,29 @@ def test_prompts_of_ones_own_are_not_planned():
         planned(PLAN, sk.Workload(prompts=("one",)), "planned")
 
 
+def test_a_plan_of_several_gpus_says_that_its_figures_are_of_one():
+    whole = sk.plan(QWEN3_8B, gpu="H100", gpus=8)
+    point = planned(whole, WORK, "planned")
+    assert "each of the 8 GPUs serves by itself and holds the whole model: figures are of one" in point.notes
+    for divided in (whole.but(tensor_parallel=4), whole.but(pipeline_parallel=4)):
+        with refused(ValueError):
+            planned(divided, WORK, "planned")
+
+
 def test_it_stands_beside_what_was_measured():
     measured = sk.ServeBench([planned(PLAN, WORK, "vLLM")])
     both = measured.planned(PLAN)
     assert both.table()["server"].tolist() == ["vLLM", "planned"]
     assert "not measured" in repr(both)
+
+
+def test_what_all_points_of_a_server_share_is_said_once():
+    found = sk.ServeBench([planned(PLAN, WORK, "vLLM")]).planned(
+        sk.plan(QWEN3_8B, gpu="H100", gpus=8), workload=WORK.concurrencies(1, 8)
+    )
+    notes = "\n".join(found.notes)
+    assert notes.count("rates of the datasheet") == 1
+    assert "all: rates of the datasheet" in notes
+    assert notes.count("figures are of one") == 1
+    assert "planned: each of the 8 GPUs" in notes
+    assert "planned, 8 at once: planned and not measured" in notes
