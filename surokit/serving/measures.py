@@ -94,12 +94,12 @@ def throughput(answers: Sequence[Answer]) -> dict[str, float]:
 
 def kept_up(answers: Sequence[Answer]) -> float:
     """Return how fast requests that were answered were, over how fast they arrived: from the first to the last of each. What was
-    lost is in neither. nan for fewer than two answers."""
+    lost is in neither. nan for fewer than two answers, and where they do not say when they were due."""
     whole = answered(answers)
     done, due = [a.done for a in whole], [a.due for a in whole]
-    if len(whole) < 2 or not (took := max(done) - min(done)):
+    if len(whole) < 2 or not (arrived := max(due) - min(due)) or not (took := max(done) - min(done)):
         return math.nan
-    return (max(due) - min(due)) / took
+    return arrived / took
 
 
 def answered(answers: Sequence[Answer]) -> list[Answer]:

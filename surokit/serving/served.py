@@ -122,8 +122,9 @@ class ServeBench:
 
     def saturation(self, server: str | None = None) -> Point | None:
         """Return the last point of a sweep that a server keeps up with: requests are answered at 95 % of the pace at which they
-        arrive, or it has 95 % of the best throughput with the fewest at once. None where there is no sweep, or it keeps up with
-        nothing. ValueError where there are several servers and none is named."""
+        arrive, or it has 95 % of the best throughput with the fewest at once. Of a file that does not say when requests were sent
+        it is the throughput that it states. None where there is no sweep, or it keeps up with nothing. ValueError where there are
+        several servers and none is named."""
         if server is None and len(self._servers) > 1:
             raise ValueError(
                 f"saturation(server=None): there are several servers, so name one: {', '.join(self._servers)}."
@@ -131,7 +132,7 @@ class ServeBench:
         points = [p for p in self.points if server in (None, p.server)]
         offered = sorted((p for p in points if p.workload.rate), key=lambda p: p.workload.rate or 0.0)
         if offered:
-            kept = [p for p in offered if measures.kept_up(p.answers) * _share(p) >= KEPT_UP]
+            kept = [p for p in offered if _kept_up(p) >= KEPT_UP]
             return kept[-1] if kept else None
         closed = sorted((p for p in points if p.workload.concurrency), key=lambda p: p.workload.concurrency or 0)
         best = max(map(_rate, closed), default=math.nan)
@@ -247,6 +248,14 @@ def _shared(points: Sequence[Point]) -> list[str]:
 
 def _share(point: Point) -> float:
     return point.count("answered") / len(point.answers) if point.answers else math.nan
+
+
+def _kept_up(point: Point) -> float:
+    """Return the share of the offered requests that a server answers as fast as they arrive."""
+    found = measures.kept_up(point.answers) * _share(point)
+    # a file without the times of requests states throughput, which has the time of the last answer in it
+    is_stated = math.isnan(found) and "requests_per_s" in point.stated
+    return _rate(point) / (point.workload.rate or math.nan) if is_stated else found
 
 
 def _rate(point: Point) -> float:

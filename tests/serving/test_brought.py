@@ -462,6 +462,17 @@ def test_files_of_other_clients_stand_in_one_table():
     assert both.goodput(ttft_text=1e6)["guidellm, 15 requests/s"] == 0.75
 
 
+@pytest.mark.parametrize("run", [vllm(), sglang(), without(sglang(), *DETAILS)], ids=["vllm", "sglang", "figures"])
+def test_files_without_times_of_sending_have_a_saturation_point(read, run):
+    answered = {2.0: 1.99, 4.0: 3.9, 8.0: 4.0}
+    run = without(run, "start_times", "queue_times", "model_id", "label") | {"tag": "tiny", "label": "tiny"}
+    found = sk.ServeBench(
+        read(*(run | {"request_rate": rate, "request_throughput": done} for rate, done in answered.items()))
+    )
+    assert found.saturation() is found.points[1]
+    assert sk.ServeBench(found.points[2:]).saturation() is None
+
+
 @pytest.mark.parametrize(
     "text", ['{"format": 1}', "[]", "years of work", '{"a": 1}\n{"b": 2'], ids=["keys", "list", "words", "cut"]
 )
