@@ -6,10 +6,15 @@ import argparse
 import contextlib
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from surokit import units
 from surokit.cli.options import add_with_examples, check_picture, number
+
+if TYPE_CHECKING:
+    from surokit.serving.served import ServeBench
+    from surokit.serving.workload import Workload
 
 _EXAMPLES = """\
 examples:
@@ -98,8 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     given = {
         name: getattr(arguments, name) for name in ("model", "server", "folder", "connections", "stall_s", "limit_s")
     }
-    if arguments.start is not None and not arguments.server:
-        given["server"] = Path(shlex.split(arguments.start)[0]).name  # its port is another one each time
+    if not arguments.server:
+        # of a server that is started the port is another one each time
+        line = arguments.start and shlex.split(arguments.start)
+        given["server"] = Path(line[0]).name if line else urlsplit(arguments.url or "").netloc
+    _check_names(given["server"], works, list(zip(arguments.beside, others)))
     with contextlib.ExitStack() as stack:
         url = arguments.url or stack.enter_context(sk.ServerProcess(arguments.start)).url
         found = sk.serve_bench(url, workload=works, **given)
@@ -123,6 +131,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot_sweep is not None and (whole or len(measured) > 1):
         found.plot_sweep().savefig(arguments.plot_sweep, dpi=150)
     return 0 if whole else 130
+
+
+def _check_names(server: str, works: list[Workload], beside: list[tuple[str, ServeBench]]) -> None:
+    """Raise ValueError, before anything is measured, where two points would have one name and workload in the table."""
+    there = {(server, work) for work in works}
+    for path, other in beside:
+        for point in other.points:
+            if (point.server, point.workload) in there:
+                raise ValueError(
+                    f"--beside {path}: its point of {point.server!r} under {point.workload.name} would be there twice: give the "
+                    "server another name with --server, or leave the path out."
+                )
+        there.update((point.server, point.workload) for point in other.points)
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -27,9 +27,9 @@ _THERE_NOT = (404, 405)  # of a path that a server does not have
 class ServerProcess:
     """A ServerProcess runs a server as long as its block: it is there once the block begins, and gone once it ends.
 
-    command: a line, or a list of words; "{port}" in it becomes a free port. ready_s: seconds that it may take to answer, with the
-    time to load a model. log: the file that gets what it prints; a temporary one without it, gone with the block. environment:
-    variables beside those of this process. port: instead of a free one.
+    command: a line, or a list of words; "{port}" in it becomes a free port, and has to be there unless `port` is given. ready_s:
+    seconds that it may take to answer, with the time to load a model. log: the file that gets what it prints; a temporary one
+    without it, gone with the block. environment: variables beside those of this process. port: instead of a free one.
 
     url: the address of its interface, for `serve_bench`.
 
@@ -37,7 +37,7 @@ class ServerProcess:
     where this process is killed, on Linux, only the process of the command ends with it.
 
     ChildProcessError for a server that ends before it is ready, and a port that is taken; TimeoutError for one that is not ready in
-    time. They say what it printed last. FileNotFoundError for a program that is not there.
+    time. They say what it printed last. FileNotFoundError for a program that is not there; ValueError for a line without a port.
     """
 
     def __init__(
@@ -54,6 +54,11 @@ class ServerProcess:
         self.command = [word.replace("{port}", str(self.port)) for word in self._given]
         if not self.command:
             raise ValueError("ServerProcess(command): give the line that starts a server, such as 'vllm serve MODEL'.")
+        if port is None and not any("{port}" in word for word in self._given):
+            raise ValueError(
+                f"ServerProcess({shlex.join(self._given)!r}): the line does not tell the server its port: write {{port}} where it "
+                "belongs, or give port= the one that the server takes."
+            )
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.ready_s, self.environment = ready_s, environment or {}
         self.log = None if log is None else Path(log)

@@ -1,7 +1,9 @@
 """`surokit serve-bench`: arguments reach the workload, a server is started, figures and files come out."""
 
 import _thread
+import shlex
 import sys
+from pathlib import Path
 
 import pandas
 import pytest
@@ -10,6 +12,7 @@ import surokit as sk
 from surokit import cli
 from tests.serving.servers import Words, listening
 
+URL = "http://127.0.0.1:9/v1"  # where nothing answers
 SIZES = "--requests 6 --input-tokens 20 --output-tokens 4"
 
 
@@ -62,6 +65,16 @@ def test_a_server_is_started_and_ended(capsys):
     assert "1000 requests/s" in capsys.readouterr().out
 
 
+def test_two_points_of_one_name_are_refused_before_anything_is_measured(tmp_path, capsys):
+    name, first = Path(sys.executable).name, tmp_path / "first"
+    with listening(Words()) as url:
+        assert cli.main(f"serve-bench {url} {SIZES} --server {name} --folder {first}".split()) == 0
+    start = f"--start '{sys.executable} -m no_such_server --port {{port}}'"
+    for words in (start, f"{URL} --server {name}", f"{URL} --rate 9"):
+        assert cli.main(shlex.split(f"serve-bench {words} {SIZES} --beside {first} {first}")) == 2
+        assert f"its point of {name!r} under burst would be there twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -70,13 +83,15 @@ def test_a_server_is_started_and_ended(capsys):
         ("serve-bench http://127.0.0.1:9/v1 --limits ttft", "write a time and its milliseconds"),
         ("serve-bench http://127.0.0.1:9/v1 --limits ttf=5", "a limit is of ttft"),
         ("serve-bench http://127.0.0.1:9/v1 --csv no-folder-here/all.csv", "there is no folder"),
-        ("serve-bench --start false", "ended with exit status 1 before it was ready: false"),
+        ("serve-bench --start ls", "the line does not tell the server its port"),
+        ("serve-bench --start ''", "give the line that starts a server"),
+        ("serve-bench --start 'false {port}'", "ended with exit status 1 before it was ready: false"),
         ("serve-bench http://127.0.0.1:9/v1 --rate 1 --concurrency 1", "not allowed with argument"),
         ("serve-bench http://127.0.0.1:9/v1 --plot table.txt", "is no kind of picture"),
         ("serve-bench http://127.0.0.1:9/v1", "does not list its models"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(capsys, words, said):
-    assert cli.main(words.split()) == 2
+    assert cli.main(shlex.split(words)) == 2
     found = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in found

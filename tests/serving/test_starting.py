@@ -21,14 +21,14 @@ def test_a_server_is_there_within_its_block_and_gone_after_it(tmp_path):
 
 
 def test_a_server_that_does_not_answer_in_time():
-    with refused(TimeoutError), sk.ServerProcess("sleep 60", ready_s=0):
+    with refused(TimeoutError), sk.ServerProcess(["sh", "-c", "sleep 60", "{port}"], ready_s=0):
         pass
 
 
 def test_a_server_that_ends_says_what_it_printed(tmp_path):
     with (
         refused(ChildProcessError),
-        sk.ServerProcess(["sh", "-c", "echo no such model >&2; exit 3"]),
+        sk.ServerProcess(["sh", "-c", "echo no such model >&2; exit 3", "{port}"]),
     ):
         pass
 
@@ -36,10 +36,16 @@ def test_a_server_that_ends_says_what_it_printed(tmp_path):
 def test_a_line_is_split_as_a_shell_does_and_gets_a_port():
     server = sk.ServerProcess("serve 'my model' --port {port}")
     assert server.command == ["serve", "my model", "--port", str(server.port)]
-    with refused(FileNotFoundError), sk.ServerProcess("no-such-server-anywhere"):
+    with refused(FileNotFoundError), sk.ServerProcess("no-such-server-anywhere {port}"):
         pass
     with refused(ValueError):
         sk.ServerProcess("")
+
+
+def test_a_line_that_does_not_tell_the_port_is_refused():
+    with refused(ValueError):
+        sk.ServerProcess("vllm serve 'my model'")
+    assert sk.ServerProcess("vllm serve", port=8000).url == "http://127.0.0.1:8000/v1"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
