@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
 import threading
@@ -470,9 +469,8 @@ def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
     beyond the limit."""
     if limit_s <= 0:  # what came before has used it up
         raise TimeoutError("The processes have no time left.")
-    n = job.setting.gpus
     call = packed(function, (job,), {})  # before there is a folder that its failing would leave
-    running = Launch(n, 0, limit_s, "none", show=False)
+    running = Launch(job.setting.gpus, 0, limit_s, "none", show=False)
     late = threading.Event()
 
     def end() -> None:
@@ -482,7 +480,7 @@ def launched(function: Callable[[Job], Any], job: Job, limit_s: float) -> Any:
     ender = threading.Timer(max(0.0, limit_s), end)
     ender.daemon = True
     try:
-        running.start(call, threads=max(1, (os.cpu_count() or 1) // n))
+        running.start(call)
         ender.start()
         return running.wait(saves=False)
     except BaseException as error:

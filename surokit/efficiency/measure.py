@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from surokit.efficiency.scaling import Rate, Scaling
 from surokit.launching.call import packed
-from surokit.launching.launch import HANG_S, Launch, check_outside, processes_for
+from surokit.launching.launch import HANG_S, Launch, check_outside, processes_for, threads_of_each
 from surokit.launching.output import Shown
 
 PROFILED = 5  # steps
@@ -54,7 +53,7 @@ def scale(
         print(f"surokit: measuring {n} process{'es' * (n > 1)}", file=sys.stderr, flush=True)
         running = Launch(processes_for(n, 0), 0, hang_s, output)
         # every process has the same share of a CPU, however many there are
-        running.start(call, threads=max(1, (os.cpu_count() or 1) // max(gpus)))
+        running.start(call, threads=threads_of_each(max(gpus)))
         found = running.wait()
         if running.was_stopped:
             break

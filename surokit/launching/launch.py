@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from surokit.environment import front_end
+from surokit.environment import cores, front_end
 from surokit.launching.call import loaded, packed
 from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE
 from surokit.launching.outcome import Failure, LaunchError, failure_in
@@ -71,8 +71,7 @@ class Launch:
         """Start the processes: with a call, or a script with its arguments. threads: of each on the CPU, by default its share."""
         if call is not None:
             (self._folder / CALL).write_bytes(call)
-        share = threads or max(1, (os.cpu_count() or 1) // self._n)
-        environment = {"OMP_NUM_THREADS": str(share)}
+        environment = {"OMP_NUM_THREADS": str(threads or threads_of_each(self._n))}
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name need not be known to it
         settings = {
@@ -347,6 +346,11 @@ def check_outside(who: str) -> None:
             f"{who}() was called in rank {here.number} of a launch, and processes do not start processes: run this file with "
             f"python, or call the function without {who}() under `surokit launch`."
         )
+
+
+def threads_of_each(processes: int) -> int:
+    """Return the threads of each of so many processes that share the cores which this one may use."""
+    return max(1, cores() // processes)
 
 
 def processes_for(gpus: int | None, restarts: int) -> int:

@@ -23,7 +23,7 @@ import surokit as sk
 from surokit import cli
 from surokit.bench.result import write
 from surokit.environment import environment
-from surokit.launching.launch import Launch
+from surokit.launching.launch import Launch, threads_of_each
 from surokit.launching.outcome import failure_in
 from surokit.launching.output import Output
 from surokit.ranks import rank_here
@@ -56,6 +56,14 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_processes_share_the_cores_that_this_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_of_each(n) for n in (1, 2, 4, 8)] == [6, 3, 1, 1]
+    assert sk.launch(os.getenv, "OMP_NUM_THREADS", gpus=2, output="none") == "3"
 
 
 def test_a_function_of_ones_own_gives_back_what_the_first_process_returns(capfd: pytest.CaptureFixture[str]) -> None:
