@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from surokit.fusion import Fusion, Recompute
+from surokit.optim.spec import Spec
 from surokit.recipe import Recipe, find_recipe
 
 Engine = Literal["surokit", "transformers", "trainer", "deepspeed"]
@@ -76,6 +77,11 @@ class Setting:
         for name in ("offload_weights", "offload_activations", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"dissect(over={{{name!r}: {getattr(self, name)!r}}}): {name} is True or False.")
+        if not isinstance(self.optimizer, str | Spec):
+            raise ValueError(
+                f"dissect(over={{'optimizer': {self.optimizer!r}}}): optimizer is one of {', '.join(OPTIMIZERS)}, or a "
+                "specification such as surokit.AdamW(lr=1e-3)."
+            )
         find_recipe(self.recipe)
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 import surokit as sk
 from surokit.dissection.settings import BASELINE, TOGETHER, Setting, grid
@@ -130,6 +131,8 @@ def test_a_contradiction_of_all_together_is_a_cell_with_its_reason():
         {"attention": "fast"},
         {"recompute": ("none", "some")},
         {"optimizer": "lion"},
+        {"optimizer": torch.optim.SGD},
+        {"optimizer": sk.AdamW},
         {"engine": "megatron"},
         {"batch": 0},
         {"batch": "all"},
