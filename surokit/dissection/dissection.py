@@ -51,7 +51,7 @@ class Dissection:
         if isinstance(other, Dissection):
             cells: Sequence[Cell] = other.cells
         elif (Path(other) / HEAD).exists():
-            cells = [replace(cell, origin=str(other)) for cell in Dissection.load(other).cells]
+            cells = Dissection.load(other).cells
         else:
             cells = brought(Path(other))
         cells = [replace(cell, machine=machine or cell.machine) for cell in cells]

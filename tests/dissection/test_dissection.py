@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from surokit.dissection.cell import Cell
-from surokit.dissection.dissection import Dissection
+from surokit.dissection.cell import FORMAT, Cell
+from surokit.dissection.dissection import CELLS, HEAD, Dissection
 from surokit.dissection.settings import BASELINE
 from tests.dissection.cells import cell, profile
 from tests.refusals import refused
@@ -236,6 +236,15 @@ def test_another_machine_stands_beside_this_one(found):
     with refused(ValueError):
         found.add(found)
     assert {c.machine for c in found.add(found, machine="another").cells} == {"cpu", "another"}
+
+
+def test_cells_of_another_folder_were_measured_too_and_only_others_are_brought(found, tmp_path):
+    (tmp_path / CELLS).mkdir()
+    (tmp_path / HEAD).write_text(json.dumps({"format": FORMAT, "order": []}))
+    for one in (found.baseline, replace(FLASH, origin="theirs.json")):
+        replace(one, machine="H100").save(tmp_path / CELLS / f"{one.name}.json")
+    states = found.add(tmp_path).table().query("machine == 'H100'").set_index("cell")["state"]
+    assert states.to_dict() == {BASELINE: "measured", "attention=flash": "measured, brought"}
 
 
 def test_cells_of_a_file_are_marked_as_brought(found, tmp_path):
