@@ -53,7 +53,9 @@ class ServerProcess:
         self._given = shlex.split(command) if isinstance(command, str) else list(command)
         self.command = [word.replace("{port}", str(self.port)) for word in self._given]
         if not self.command:
-            raise ValueError("ServerProcess(command): give the line that starts a server, such as 'vllm serve MODEL'.")
+            raise ValueError(
+                "ServerProcess(command): give the line that starts a server, such as 'vllm serve MODEL --port {port}'."
+            )
         if port is None and not any("{port}" in word for word in self._given):
             raise ValueError(
                 f"ServerProcess({shlex.join(self._given)!r}): the line does not tell the server its port: write {{port}} where it "
