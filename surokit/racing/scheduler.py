@@ -442,9 +442,12 @@ class Driver:
             self.moving = False
 
     def sign(self, state: str | None = None) -> None:
-        """Write a sign of life into run.json of every run, between turns: the runs that wait have not gone."""
+        """Write a sign of life into run.json of every run, between turns: the runs that wait have not gone. In a pause turn.json
+        gets one too."""
         for session in self.sessions.values():
             session.journal.beat(state)
+        if self.control.state == "paused":  # else a turn that begins tells of itself
+            self._tell("")
 
     def _tell(self, turn: str, state: str = "") -> None:
         """Tell the panel and whoever reads the folder how the race stands: a new state at once, another turn if that is due."""
@@ -540,8 +543,6 @@ class Driver:
     def tell_pause(self, paused: bool) -> None:
         """Show that a pause begins, or is over."""
         self.sign(self.control.state)
-        if paused:
-            self._tell("")  # a turn that begins tells of itself
         if self._view:
             self._view.pause(paused)
 
@@ -565,10 +566,11 @@ class Driver:
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
-                self._tell("", ends.reason)  # first: who finds that all runs are over knows how the race ended
+                # in this order: who finds the race over has its last records, and who finds all runs over knows how it ended
+                self._save_now_and_then(at_once=True)
+                self._tell("", ends.reason)
                 for name, each in self.sessions.items():
                     each.journal.end_group(self._ending(name, ends.reason))
-                self._save_now_and_then(at_once=True)
                 if self._view:
                     self._view.end({name: self._ending(name, ends.reason) for name in self.race.runs})
 

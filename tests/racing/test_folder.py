@@ -147,6 +147,17 @@ def test_a_run_dir_is_a_race_at_any_time(make, tmp_path):
     assert second.run_dir == tmp_path / "race-2"
 
 
+def test_a_race_of_sessions_keeps_all_of_their_steps(make, session, tmp_path):
+    a = session(run_dir=tmp_path / "own")
+    race = make({"a": a, "b": a.fork(recipe=sk.FP8)}, steps=8, turn_s=1e-6, run_dir=tmp_path / "race")
+    race.go_on(steps=6)
+    loaded = sk.Race.load(tmp_path / "race")
+    for name, run in race.runs.items():
+        assert loaded.runs[name].steps["loss"].tolist() == run.steps["loss"].tolist()
+    assert repr(loaded) == repr(race)
+    assert len((tmp_path / "own" / "records.jsonl").read_text(encoding="utf-8").splitlines()) == 14
+
+
 def test_folders_that_hold_no_race(tmp_path, saved):
     with refused(FileNotFoundError):
         sk.Race.load(tmp_path)
