@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def _loss(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a race and print it: 0 where it came to its end, 130 where it was stopped."""
+    """Run a race and print it: 0 where it came to its end, 1 where an error ended it, 130 where it was stopped."""
     import torch
 
     import surokit as sk
@@ -116,17 +117,23 @@ def run(arguments: argparse.Namespace) -> int:
         options.setdefault("minutes", 1)
     if arguments.lora_init == "loftq":
         options["allow"] = ("weights",)  # each storage loses something else, with which its adapters begin
+    options["command"] = _from_anywhere(arguments.argv)
+    failed: Exception | None = None
     try:
         optimizer = {"adamw": sk.AdamW, "muon": sk.Muon}[arguments.optimizer](lr=lr)
         race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=optimizer, **options)
     except sk.racing.UnequalWork as error:
         raise ValueError(_unequal(error.differences)) from error
-    race.command = _from_anywhere(arguments.argv)
-    if race.run_dir is not None:
-        race.save()
+    except Exception as error:
+        if not hasattr(error, "race"):  # there is none yet
+            raise
+        race, failed = error.race, error
     print(race)
     if arguments.plot is not None:
         race.plot().savefig(arguments.plot, dpi=150)
+    if failed is not None:
+        print(f"surokit: {' '.join(str(failed).split())}", file=sys.stderr)
+        return 1
     return 0 if race.reason == "done" else 130
 
 

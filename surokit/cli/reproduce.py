@@ -69,6 +69,9 @@ def _race_again(of: Path, folder: Path) -> Reproduction:
         )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
-    if run_again([*words_again(then), "--run-dir", str(folder)]):
+    status = run_again([*words_again(then), "--run-dir", str(folder)])
+    if status == 1:
+        raise ValueError(f"An error ended the race when it was run again, so nothing is compared with {of}: see above.")
+    if status:
         raise KeyboardInterrupt  # it was stopped, so there is nothing to compare
     return compare_races(then, Race.load(folder))

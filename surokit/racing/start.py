@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -201,6 +201,7 @@ def race(
     together: bool | None = None,
     predict: bool = True,
     like: Race | None = None,
+    command: Sequence[str] | None = None,
     thread: bool = False,
     **session_settings: Any,
 ) -> Race:
@@ -227,6 +228,7 @@ def race(
     thread: True lets it go on in a thread and returns the Race at once: `await race`, or call its wait(). Meanwhile other cells,
         `race.stop()`, `race.pause()` and a panel's buttons work, and printing the race says how far it is.
     like: a race whose weights and data these have to be; `Race.rerun` gives it.
+    command: the words of the command line that this race comes from, which rerun.py gives again; `surokit race` says them.
     session_settings: further arguments of `surokit.Session` (clip, compile, graphs, meters ...).
 
     An interrupt (Ctrl-C, `race.stop()` from another thread, a file named "stop" in run_dir) ends it; `race.go_on()` goes on.
@@ -293,6 +295,7 @@ def race(
         },
         run_dir=where,
     )
+    built.command = None if command is None else list(command)
     driver = Driver(built, replace(builder, run_dir=where), allowed, live, like, goal)
     built.driven_by(driver)
 

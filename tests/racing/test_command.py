@@ -6,12 +6,14 @@ import inspect
 import os
 import runpy
 import signal
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 
 import surokit as sk
 from surokit import cli, texts
+from surokit.train.errors import NonFiniteError
 
 SMALL = ["--layers", "1", "--width", "32", "--length", "16", "--batch", "2"]
 
@@ -185,6 +187,49 @@ def test_an_interrupted_command_says_what_can_be_done(tmp_path, capsys, monkeypa
     assert "Without --run-dir nothing of it was kept" in capsys.readouterr().out
     assert cli.main(["reproduce", str(tmp_path / "race"), "--run-dir", str(tmp_path / "again")]) == 130
     assert "surokit: interrupted" in capsys.readouterr().err
+
+
+def test_an_error_of_one_run_loses_neither_the_result_nor_the_command(tmp_path, capsys, monkeypatch, text):
+    of_race = sk.race
+
+    class Fails:
+        def __init__(self, data):
+            self.batches = list(islice(data, 8))
+
+        def __iter__(self):
+            yield from self.batches
+            raise NonFiniteError("5 steps in a row\nwere not finite.")
+
+    def failing(*entries, data, **options):
+        return of_race(*entries, data=Fails(data), **options)
+
+    monkeypatch.setattr(sk, "race", failing)
+    command = ["race", "--steps", "12", "--turn-steps", "2", *SMALL, *text]
+    picture = ["--plot", str(tmp_path / "race.png")]
+    assert cli.main([*command, *picture, "--run-dir", str(tmp_path / "race")]) == 1
+    told = capsys.readouterr()
+    assert "bf16 again" in told.out
+    assert "The race ended early (failed: NonFiniteError" in told.out
+    assert told.err.splitlines()[-1] == "surokit: 5 steps in a row were not finite."
+    assert (tmp_path / "race.png").stat().st_size > 10_000
+    race = sk.Race.load(tmp_path / "race")
+    assert race.command == [*command, *picture, "--run-dir", str(tmp_path / "race")]
+    assert "from surokit.cli import main" in (tmp_path / "race" / "rerun.py").read_text(encoding="utf-8")
+
+
+def test_a_command_that_is_interrupted_in_its_warm_up_can_be_run_again(tmp_path, capsys, monkeypatch, text):
+    of_race = sk.race
+
+    def interrupted(*entries, **options):
+        def interrupt(session):
+            raise KeyboardInterrupt
+
+        return of_race(*entries, **options, meters=[interrupt])
+
+    monkeypatch.setattr(sk, "race", interrupted)
+    command = ["race", "--steps", "12", *SMALL, *text, "--run-dir", str(tmp_path / "race")]
+    assert cli.main(command) == 130
+    assert sk.Race.load(tmp_path / "race").command == command
 
 
 def test_errors_are_one_line(capsys, monkeypatch, text):
