@@ -67,6 +67,11 @@ def _race_again(of: Path, folder: Path) -> Reproduction:
             f"{of} is a race of a script or notebook, which has the model and the data: run its rerun.py, or call "
             "surokit.Race.load(folder).rerun(model=..., data=...)."
         )
+    if then.reason != "done":
+        raise ValueError(
+            f"{of} is a race that did not come to its end ({then.reason or 'saved while it went on'}), so that there is "
+            "nothing to compare with: run its rerun.py, and reproduce the race that this makes."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
     status = run_again([*words_again(then), "--run-dir", str(folder)])

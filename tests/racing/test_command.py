@@ -185,8 +185,18 @@ def test_an_interrupted_command_says_what_can_be_done(tmp_path, capsys, monkeypa
         assert "run()" not in where
     assert cli.main(command) == 130
     assert "Without --run-dir nothing of it was kept" in capsys.readouterr().out
-    assert cli.main(["reproduce", str(tmp_path / "race"), "--run-dir", str(tmp_path / "again")]) == 130
+    again = ["--run-dir", str(tmp_path / "again")]
+    assert cli.main(["reproduce", str(tmp_path / "race"), *again]) == 2
+    assert "is a race that did not come to its end (interrupted)" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists(), "it is told before anything is run"
+    monkeypatch.setattr(sk, "race", of_race)
+    assert cli.main([*command, "--run-dir", str(tmp_path / "whole")]) == 0
+    monkeypatch.setattr(sk, "race", interrupted)
+    assert cli.main(["reproduce", str(tmp_path / "whole"), *again]) == 130
     assert "surokit: interrupted" in capsys.readouterr().err
+    monkeypatch.setattr("surokit.cli.reproduce.run_again", lambda command: 1)
+    assert cli.main(["reproduce", str(tmp_path / "whole"), "--run-dir", str(tmp_path / "failed")]) == 2
+    assert "An error ended the race when it was run again, so nothing is compared" in capsys.readouterr().err
 
 
 def test_an_error_of_one_run_loses_neither_the_result_nor_the_command(tmp_path, capsys, monkeypatch, text):
