@@ -208,7 +208,8 @@ def race(
     """Race recipes, or any sessions, on one device: in turns, with equal work enforced.
 
     entries: {name: Recipe, name of a recipe, or Session}, or a list of recipes; the first is the baseline.
-    model, data: for recipes. A module is copied for each, a folder loaded, a function called.
+    model, data: for recipes, as all settings of a session are: a Session has its own. A module is copied for each, a folder loaded,
+        a function called.
     optimizer: a specification such as surokit.AdamW(lr=3e-4), or a function from parameters to an optimizer.
     minutes: of the race's wall clock after the warm-up. steps: of each run, warm-up included. Whichever ends first.
     schedule: "auto" is a cosine over `steps`, without them a constant rate after 20 steps of warm-up.
@@ -248,6 +249,15 @@ def race(
     goal = read_goal(until)
     if goal is not None and target_loss is not None:
         raise ValueError("race(until=...) is the target of the race: leave out target_loss=.")
+    for_recipes = {
+        "model": model is not None,
+        "data": data is not None,
+        "optimizer": optimizer is not _ADAMW,
+        "schedule": schedule != "auto",
+        "accumulate": accumulate != 1,
+        "eval": eval is not None,
+        **dict.fromkeys(session_settings, True),
+    }
     if schedule == "auto":
         schedule = _CONSTANT if steps is None else Cosine(min(20, max(1, steps // 10)), max(2, steps))
     settings = {
@@ -263,8 +273,11 @@ def race(
             f"race({theirs[0]}=...) is none of its settings: the race itself evaluates and saves, between turns."
         )
     who = grid(entries, control)
-    if goal is not None and goal.task is None and eval is None:
-        _check_evaluates(goal, who)
+    if all(isinstance(entry, Session) for entry in who.entries.values()) and any(for_recipes.values()):
+        given = ", ".join(f"{name}=..." for name, is_given in for_recipes.items() if is_given)
+        raise ValueError(f"race({given}) is for recipes: every entry is a Session, which has its own.")
+    if goal is not None and goal.task is None:
+        _check_evaluates(goal, who, eval)
     if steps is None and schedule == _CONSTANT:
         _check_changes(who)
     allowed = comparability.check_allowed(allow)
@@ -307,10 +320,14 @@ def race(
     return built
 
 
-def _check_evaluates(goal: Goal, who: Grid) -> None:
+def _check_evaluates(goal: Goal, who: Grid, eval: Iterable[Batch] | None) -> None:
     """Raise ValueError where a goal is a held-out loss and a run has nothing that it could be taken on."""
-    if not all(isinstance(entry, Session) and entry.eval is not None for entry in who.entries.values()):
-        raise ValueError(f"race(until={goal.at:g}) is a held-out loss: give eval=, the batches that it is taken on.")
+    for name, entry in who.entries.items():
+        if (entry.eval if isinstance(entry, Session) else eval) is None:
+            whose = f"the Session {name!r} its " if isinstance(entry, Session) else ""
+            raise ValueError(
+                f"race(until={goal.at:g}) is a held-out loss: give {whose}eval=, the batches that it is taken on."
+            )
 
 
 def _check_changes(who: Grid) -> None:

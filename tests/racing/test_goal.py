@@ -140,6 +140,12 @@ def test_a_race_whose_runs_are_all_there_does_not_go_on(make):
     assert {name: len(run.steps) for name, run in race.runs.items()} == steps
 
 
+def test_a_session_without_held_out_data_has_no_held_out_loss_to_reach(make, session):
+    for entries in ({"a": session(), "b": session()}, {"bf16": sk.BF16, "a": session()}):
+        with refused(ValueError):
+            make(entries, until=3.0, **({"eval": HELD_OUT} if "bf16" in entries else {}))
+
+
 def test_a_goal_that_is_none_is_refused(make):
     for wrong in (math.nan, math.inf, True):
         with refused(ValueError):
