@@ -126,6 +126,11 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
 
         steps = settings["steps"] or max(len(run.steps) for run in race.runs.values())
         given |= {"until": Goal.from_dict(settings["until"]), "steps": steps}
+    if changes.get("minutes") is not None:  # else the steps of then would end it before
+        del given["steps"]
+    for one, other in (("turn_s", "turn_steps"), ("turn_steps", "turn_s")):
+        if changes.get(one) is not None:  # both say how long a turn is
+            given.pop(other, None)
     given |= changes
     try:
         if "optimizer" not in changes:

@@ -188,6 +188,11 @@ class Driver:
         return f"The race {state} {where}{whose}{pauses}: {told}."
 
     @property
+    def goes_on(self) -> str:
+        """Return the call by which the race goes on after a stop: one by time has no steps to go on to."""
+        return "race.go_on(minutes=1)" if self.race.settings["steps"] is None else "race.go_on()"
+
+    @property
     def all_made(self) -> bool:
         """Return whether every run has the steps at which this call ends."""
         return all(map(self._has_all, self.race.runs))
@@ -220,7 +225,7 @@ class Driver:
         title = ", ".join(self.race.runs)
         if self._view and self.control.is_idle:
             self._view.wait()  # now, where the cursor is; before the thread, which an interrupt of this would leave to nobody
-        return Running(stoppable, self.control, device, title, what="the race", goes_on="race.go_on()")
+        return Running(stoppable, self.control, device, title, what="the race", goes_on=self.goes_on)
 
     def _do(self, work: Callable[[], None]) -> None:
         self.control.enter()

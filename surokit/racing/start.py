@@ -152,7 +152,7 @@ class Race(RaceResult):
             return super()._way_on()
         if any(run.warm_up is None for run in self.runs.values()):
             return f"The race ended in its warm-up ({self.reason}): race again."
-        return f"The race ended {self._when_it_ended} ({self.reason}): race.go_on() goes on from there."
+        return f"The race ended {self._when_it_ended} ({self.reason}): {self._driver.goes_on} goes on from there."
 
     @property
     def _when_it_ended(self) -> str:
@@ -168,7 +168,7 @@ class Race(RaceResult):
         return folder.read(cls, Path(path))
 
     def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
-        """Run the same race again: same recipes, settings, seed, and as many steps.
+        """Run the same race again: same recipes, settings, seed, and as many steps, or as long as `minutes` says.
 
         changes: arguments of `race` that shall differ, and those a folder cannot hold. UnequalWork where the weights, or the data
         by its fingerprint, are others than in this race, unless `allow` has "weights" or "data"; batches that turn out to be others

@@ -595,6 +595,19 @@ def test_an_interrupt_tells_of_the_race_and_not_of_run(make, capsys):
     assert "ended early" not in repr(race)
 
 
+def test_a_race_by_minutes_says_how_it_goes_on(make):
+    def stop_at_9(session):
+        if session.steps == 9:
+            session.stop()
+        return {}
+
+    race = make(steps=None, minutes=0.0, turn_steps=4, meters=[stop_at_9], control=False)
+    assert "): race.go_on(minutes=1) goes on from there." in repr(race)
+    race.go_on(minutes=0.0)  # the other run comes to that step
+    race.go_on(minutes=0.0)
+    assert race.reason == "done"
+
+
 def test_interrupted_in_its_last_step_its_runs_are_done_and_the_rest_can_be_made_up_for(make, tmp_path):
     made = []
 
