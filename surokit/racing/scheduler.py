@@ -157,6 +157,7 @@ class Driver:
         self._round = 0
         self._began_s = math.inf  # start of the race's own clock, which stands between two calls
         self._clock_s = 0.0
+        self._paused_s = 0.0  # that sessions were within their turns
         self._saved_s = time.monotonic()
         self._told = ("", -math.inf)  # the state, and when
         self._shuffled = random.Random(of.settings["seed"])
@@ -308,7 +309,7 @@ class Driver:
     # -- rounds
 
     def go_on(self, minutes: float | None, steps: int | None) -> None:
-        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        deadline = math.inf if minutes is None else self._going_s + 60 * minutes
         left = math.inf if steps is None else steps
         self._aim = None if steps is None else self._made + steps
         size, rounds = self._plan(minutes, left)
@@ -320,7 +321,7 @@ class Driver:
                 if not self._pending:
                     if not self._active:
                         break
-                    late = time.monotonic() + size * self._all_step_s / 2 > deadline
+                    late = self._going_s + size * self._all_step_s / 2 > deadline
                     if left < 1 or (late and not first):
                         break
                     now = size if left == math.inf else math.ceil(left / max(1, rounds))
@@ -333,6 +334,11 @@ class Driver:
                 self._save_now_and_then()
             if not self._finish():
                 ends.reason = self.control.reason
+
+    @property
+    def _going_s(self) -> float:
+        """Return a clock that stands while this call is paused: a pause is no part of `minutes`."""
+        return time.monotonic() - self.control.paused_s - self._paused_s
 
     @property
     def _active(self) -> list[str]:
@@ -486,6 +492,7 @@ class Driver:
         finally:
             self.running, self.session = "", None
             session.eval_every, session.save_every = evaluates, saves
+        self._paused_s += session.control.paused_s
         if why := session.control.reason:  # also what came in during the last step
             what = why.removeprefix("stopped: ")
             self.control.stop(why if what == why else f"stopped: {name}, {what}")

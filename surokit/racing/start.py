@@ -105,7 +105,7 @@ class Race(RaceResult):
         self._drive().control.stop()
 
     def pause(self) -> None:
-        """Let the race wait before the next turn; the wait counts as no run's time."""
+        """Let the race wait before the next turn; the wait counts as no run's time, and as no part of `minutes`."""
         self._drive().control.pause()
 
     def resume(self) -> None:

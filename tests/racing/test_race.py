@@ -24,7 +24,7 @@ from surokit.racing.runs import rounds_of
 from surokit.runs import control
 from surokit.runs.health import Event, Health
 from surokit.runs.status import read_status
-from tests.clocks import JumpingClock, until
+from tests.clocks import Clock, JumpingClock, until
 from tests.racing.conftest import batches, made_session
 from tests.refusals import refused
 
@@ -135,6 +135,16 @@ class StopAt:
 
     def on_end(self, reason):
         pass
+
+
+class EachStep(StopAt):
+    """Does something as each step is told."""
+
+    def __init__(self, what):
+        super().__init__(0, what)
+
+    def on_step(self, record):
+        self.what()
 
 
 class Evaluated(StopAt):
@@ -317,6 +327,31 @@ def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make, mo
     race.go_on(steps=6)
     assert clocks["monotonic"].ahead_s == 1000.0
     assert sum(run.turns[-1].seconds for run in race.runs.values()) < 1000.0
+
+
+def test_a_pause_is_no_part_of_the_minutes(make, monkeypatch):
+    def rounds(who):
+        race, clock = make(steps=8), Clock()
+        race.settings["turn_steps"] = 2
+        paused = {"race": race, "session": race.sessions["fp8"].control, "": None}[who]
+
+        def sleep(seconds):
+            clock.sleep(1000.0)
+            paused.resume()
+
+        time_ = SimpleNamespace(perf_counter=clock.perf_counter, monotonic=clock.monotonic, sleep=sleep)
+        with monkeypatch.context() as patch:
+            for module in (scheduler, control):
+                patch.setattr(module, "time", time_)
+            for session in race.sessions.values():
+                session.subscribe(EachStep(lambda: clock.sleep(1.0)))
+            if paused:
+                race.sessions["fp8"].subscribe(StopAt(9, paused.pause))
+            race.go_on(minutes=0.5)
+        assert race.reason == "done"
+        return len(rounds_of(list(race.runs.values())))
+
+    assert rounds("race") == rounds("session") == rounds("") > 4
 
 
 def test_sessions_that_train_in_threads_take_turns_all_the_same(session, capsys):
