@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     from surokit.recipe import find_recipe
 
     _check_names(arguments.recipes)
+    _check_shape(arguments)
     check_picture(arguments.plot)
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
@@ -92,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width, layers = given.get("width", 128), given.get("layers", 4)
         tokenizer = sk.train_tokenizer(source if arguments.stories is None else sk.stories(1_000_000), vocab_size=1024)
-        shape = {"heads": max(1, width // 32), "kv_heads": max(1, width // 64), "ffn": 3 * width, "vocab": 1024}
+        heads, pairs = width // 32, max(1, width // 64)
+        shape = {"heads": heads, "kv_heads": heads if heads % pairs else pairs, "ffn": 3 * width, "vocab": 1024}
         torch.manual_seed(seed)
         config = sk.DecoderConfig(layers=layers, width=width, max_length=length, **shape)
         model = sk.Decoder(config, dtype=torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +171,17 @@ def _check_names(names: Sequence[str]) -> None:
     if double := next((name for name in names if names.count(name) > 1), None):
         twin = " (a twin of the first races anyway, as the control)" * (double == names[0])
         raise ValueError(f"--recipes {' '.join(names)}: {double!r} stands there twice; give each recipe once{twin}.")
+
+
+def _check_shape(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a width that no heads of 32 fill, and for a shape beside a model that is given."""
+    width = arguments.width
+    if arguments.model is not None and (arguments.layers or width):
+        raise ValueError(
+            f"--layers and --width are for a model of its own: leave them out beside --model {arguments.model}."
+        )
+    if width is not None and (width < 32 or width % 32):
+        raise ValueError(f"--width {width} is no multiple of 32, the width of a head: give one, for example 128.")
 
 
 def _unequal(found: Sequence[Difference]) -> str:

@@ -264,6 +264,7 @@ def test_errors_are_one_line(capsys, monkeypatch, text):
         ("--recipes bf16 fp8 fp8", "'fp8' stands there twice; give each recipe once."),
         ("--recipes bf16,fp8", "separate names by spaces, as in --recipes bf16 fp8"),
         ("--recipes bf16, fp8", "separate names by spaces, as in --recipes bf16 fp8"),
+        ("--model a", "--layers and --width are for a model of its own: leave them out beside --model a."),
         ("--recipe fp8", "unrecognized arguments: --recipe fp8; did you mean --recipes? (see surokit race --help)"),
     ],
 )
@@ -273,6 +274,25 @@ def test_what_cannot_be_is_told_before_anything_is_made(arguments, said, capsys,
     told = capsys.readouterr().err
     assert said in " ".join(told.replace(" --steps 4 " + " ".join(SMALL), "").split())
     assert told.count("\n") == 1
+
+
+def test_a_model_of_its_own_has_heads_of_32(monkeypatch, capsys, text):
+    shapes = []
+
+    def race(recipes, *, model, **options):
+        shapes.append((model.config.heads, model.config.kv_heads, model.config.head_dim))
+        return SimpleNamespace(run_dir=None, reason="done")
+
+    monkeypatch.setattr(sk, "race", race)
+    for width in range(32, 385, 32):
+        assert cli.main(["race", "--layers", "1", "--width", str(width), *text]) == 0
+    assert shapes[:4] == [(1, 1, 32), (2, 1, 32), (3, 1, 32), (4, 2, 32)]
+    assert [heads for heads, _, _ in shapes] == list(range(1, 13))
+    assert {head_dim for _, _, head_dim in shapes} == {32}
+    for width in ("100", "0", "64.5"):
+        assert cli.main(["race", "--width", width, *text]) == 2
+        said = f"--width {width} is no multiple of 32, the width of a head: give one, for example 128."
+        assert said in capsys.readouterr().err
 
 
 def test_its_words_are_those_of_the_function():
