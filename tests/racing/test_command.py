@@ -276,6 +276,21 @@ def test_what_cannot_be_is_told_before_anything_is_made(arguments, said, capsys,
     assert told.count("\n") == 1
 
 
+def test_a_recipe_with_several_products_of_others_races(monkeypatch, capsys, text):
+    raced = []
+
+    def race(recipes, **options):
+        raced.append(recipes)
+        return SimpleNamespace(run_dir=None, reason="done")
+
+    monkeypatch.setattr(sk, "race", race)
+    name = "fp4(grad_input=bf16, grad_weight=bf16)"
+    assert cli.main(["race", "--recipes", "bf16", name, *SMALL, *text]) == 0
+    assert raced == [{"bf16": sk.BF16, name: sk.FP4.but(grad_input=sk.BF16, grad_weight=sk.BF16)}]
+    assert cli.main(["race", "--recipes", f"bf16,{name},fp8", *SMALL]) == 2
+    assert f"separate names by spaces, as in --recipes bf16 {name} fp8." in capsys.readouterr().err
+
+
 def test_a_model_of_its_own_has_heads_of_32(monkeypatch, capsys, text):
     shapes = []
 
@@ -289,9 +304,9 @@ def test_a_model_of_its_own_has_heads_of_32(monkeypatch, capsys, text):
     assert shapes[:4] == [(1, 1, 32), (2, 1, 32), (3, 1, 32), (4, 2, 32)]
     assert [heads for heads, _, _ in shapes] == list(range(1, 13))
     assert {head_dim for _, _, head_dim in shapes} == {32}
-    for width in ("100", "0", "64.5"):
-        assert cli.main(["race", "--width", width, *text]) == 2
-        said = f"--width {width} is no multiple of 32, the width of a head: give one, for example 128."
+    for wrong in ("100", "0", "64.5"):
+        assert cli.main(["race", "--width", wrong, *text]) == 2
+        said = f"--width {wrong} is no multiple of 32, the width of a head: give one, for example 128."
         assert said in capsys.readouterr().err
 
 
