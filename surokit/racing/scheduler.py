@@ -380,11 +380,13 @@ class Driver:
         settings = self.race.settings
         size = settings.get("turn_steps")
         if size is None:
-            wanted_s = settings["turn_s"]
-            if wanted_s is None:
+            slowest_s = max(map(self._step_s, self.sessions))
+            if settings["turn_s"] is not None:  # of timed steps, as in a race that is run again
+                size = UNTIMED + max(1, round(settings["turn_s"] / slowest_s))
+            else:
                 total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
                 wanted_s = min(LONGEST_TURN_S, total_s / ROUNDS_WANTED / len(self.sessions))
-            size = UNTIMED + max(1, round(wanted_s / max(map(self._step_s, self.sessions))))
+                size = max(UNTIMED + 1, math.floor(wanted_s / slowest_s))
             if self._goal is not None:  # a race that is run again has to be judged after the same steps
                 settings["turn_steps"] = size
         return size, 0 if left == math.inf else max(1, int(left // size))

@@ -103,6 +103,18 @@ def test_steps_that_do_not_divide_are_spread(make):
     assert [(turn.untimed, turn.steps) for turn in race.runs["fp8"].turns] == [(1, 1)]
 
 
+def test_there_are_twelve_rounds_also_of_runs_that_are_equally_fast(make, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "time", clock)
+
+    def eighth(session):
+        clock.sleep(0.125)
+        return {}
+
+    race = make(steps=127, meters=[eighth])
+    assert [turn.untimed + turn.steps for turn in race.runs["fp8"].turns] == [10] * 12
+
+
 def test_minutes_end_a_race_and_every_run_has_made_as_many_steps(make):
     race = make(steps=None, minutes=0.01)
     assert len({len(run.steps) for run in race.runs.values()}) == 1
