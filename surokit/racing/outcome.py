@@ -305,7 +305,7 @@ COLUMNS = {
     "drift": "last third of the turns over the first, of a recipe that changes within its longest part",
     "steps_per_day": "of own time",
     "first_step_s": "",
-    "warm_up_s": "",
+    "warm_up_s": "of the baseline with its profile, where gains are predicted",
     "peak_gib": "of the device, the run's own",
 }
 

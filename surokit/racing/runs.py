@@ -52,8 +52,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A WarmUp tells of the steps before the first turn: their number, how long they took, the first of them alone (which a user
-    waits for), and how long a step took at the end."""
+    """A WarmUp tells of the steps before the first turn: their number, how long they took (with the profile of the baseline that
+    predictions rest on), the first of them alone (which a user waits for), and how long a step took at the end."""
 
     steps: int
     first_step_s: float
