@@ -162,7 +162,7 @@ def student_t_below(t: float, degrees: int) -> float:
             total += term
             term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
         inside = math.sin(angle) * total
-    return 0.5 + inside / 2
+    return min(1.0, max(0.0, 0.5 + inside / 2))  # the series may be rounded to more than all
 
 
 def wilson_interval(right: int, total: int, level: float = 0.95) -> Interval:

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         words = "what was finished is in the file, and the same command goes on" if kept else "nothing is kept"
         print(f"surokit.bench: stopped; {words}.", file=sys.stderr)
         return 130
-    except (ValueError, RuntimeError, ImportError, OSError) as error:
+    except (ValueError, ArithmeticError, RuntimeError, ImportError, OSError) as error:
         print(f"surokit.bench: {error}", file=sys.stderr)
         return 2
 

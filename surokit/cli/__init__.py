@@ -1,7 +1,7 @@
 """Run the command line, `surokit doctor | plan | race | reproduce | dissect | serve-bench | watch | launch | export | quickstart`.
 
 Each command is a file of that name, which adds its arguments and runs it. A user's error prints one line to stderr and exits with
-2; a failing notebook exits with 1, an interrupt or a stop with 130.
+2; a failing notebook and a race that an error ends exit with 1, an interrupt or a stop with 130.
 """
 
 from __future__ import annotations

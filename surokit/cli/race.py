@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +72,7 @@ def _loss(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a race and print it: 0 where it came to its end, 130 where it was stopped."""
+    """Run a race and print it: 0 where it came to its end, 1 where an error ended it, 130 where it was stopped."""
     import torch
 
     import surokit as sk
@@ -78,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from surokit.recipe import find_recipe
 
     _check_names(arguments.recipes)
+    _check_shape(arguments)
     check_picture(arguments.plot)
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
@@ -91,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width, layers = given.get("width", 128), given.get("layers", 4)
         tokenizer = sk.train_tokenizer(source if arguments.stories is None else sk.stories(1_000_000), vocab_size=1024)
-        shape = {"heads": max(1, width // 32), "kv_heads": max(1, width // 64), "ffn": 3 * width, "vocab": 1024}
+        heads, pairs = width // 32, max(1, width // 64)
+        shape = {"heads": heads, "kv_heads": heads if heads % pairs else pairs, "ffn": 3 * width, "vocab": 1024}
         torch.manual_seed(seed)
         config = sk.DecoderConfig(layers=layers, width=width, max_length=length, **shape)
         model = sk.Decoder(config, dtype=torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,17 +120,23 @@ def run(arguments: argparse.Namespace) -> int:
         options.setdefault("minutes", 1)
     if arguments.lora_init == "loftq":
         options["allow"] = ("weights",)  # each storage loses something else, with which its adapters begin
+    options["command"] = _from_anywhere(arguments.argv)
+    failed: Exception | None = None
     try:
         optimizer = {"adamw": sk.AdamW, "muon": sk.Muon}[arguments.optimizer](lr=lr)
         race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=optimizer, **options)
     except sk.racing.UnequalWork as error:
         raise ValueError(_unequal(error.differences)) from error
-    race.command = _from_anywhere(arguments.argv)
-    if race.run_dir is not None:
-        race.save()
+    except Exception as error:
+        if not hasattr(error, "race"):  # there is none yet
+            raise
+        race, failed = error.race, error
     print(race)
     if arguments.plot is not None:
         race.plot().savefig(arguments.plot, dpi=150)
+    if failed is not None:
+        print(f"surokit: {' '.join(str(failed).split())}", file=sys.stderr)
+        return 1
     return 0 if race.reason == "done" else 130
 
 
@@ -155,13 +165,25 @@ def _with_adapters(recipes: Mapping[str, Recipe], rank: int | None, init: Init |
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """A name is a run: none is given twice, and a comma stands in none."""
-    if any("," in name for name in names):
-        apart = " ".join(" ".join(names).replace(",", " ").split())
+    """A name is a run: none is given twice, and a comma stands in none but between the products of one, within parentheses."""
+    between = re.compile(r",(?![^()]*\))")
+    if any(between.search(name) for name in names):
+        apart = " ".join(between.sub(" ", " ".join(names)).split())
         raise ValueError(f"--recipes {' '.join(names)}: separate names by spaces, as in --recipes {apart}.")
     if double := next((name for name in names if names.count(name) > 1), None):
         twin = " (a twin of the first races anyway, as the control)" * (double == names[0])
         raise ValueError(f"--recipes {' '.join(names)}: {double!r} stands there twice; give each recipe once{twin}.")
+
+
+def _check_shape(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a width that no heads of 32 fill, and for a shape beside a model that is given."""
+    width = arguments.width
+    if arguments.model is not None and (arguments.layers or width):
+        raise ValueError(
+            f"--layers and --width are for a model of its own: leave them out beside --model {arguments.model}."
+        )
+    if width is not None and (width < 32 or width % 32):
+        raise ValueError(f"--width {width} is no multiple of 32, the width of a head: give one, for example 128.")
 
 
 def _unequal(found: Sequence[Difference]) -> str:

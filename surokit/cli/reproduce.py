@@ -67,8 +67,16 @@ def _race_again(of: Path, folder: Path) -> Reproduction:
             f"{of} is a race of a script or notebook, which has the model and the data: run its rerun.py, or call "
             "surokit.Race.load(folder).rerun(model=..., data=...)."
         )
+    if then.reason != "done":
+        raise ValueError(
+            f"{of} is a race that did not come to its end ({then.reason or 'saved while it went on'}), so that there is "
+            "nothing to compare with: run its rerun.py, and reproduce the race that this makes."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has content already: give --run-dir another folder for what is run again.")
-    if run_again([*words_again(then), "--run-dir", str(folder)]):
+    status = run_again([*words_again(then), "--run-dir", str(folder)])
+    if status == 1:
+        raise ValueError(f"An error ended the race when it was run again, so nothing is compared with {of}: see above.")
+    if status:
         raise KeyboardInterrupt  # it was stopped, so there is nothing to compare
     return compare_races(then, Race.load(folder))

@@ -134,8 +134,6 @@ class Builder:
         missing = [name for name in ("model", "data") if getattr(self, name) is None]
         if recipes and missing:
             raise ValueError(f"race(): {recipes[0]!r} is a recipe, so {' and '.join(missing)} = ... must be given.")
-        if not recipes and (self.model is not None or self.data is not None):
-            raise ValueError("race(model=..., data=...) is for recipes: every entry is a Session, which has its own.")
         optimizer = self.settings.get("optimizer")
         if hasattr(optimizer, "param_groups"):
             raise ValueError(

@@ -36,10 +36,12 @@ def write(race: RaceResult, where: Path) -> Path:
     """Write the race into the folder `where`, replacing what is there file by file; return the folder."""
     make_folder(where, "folder of the race")
     for name, run in race.runs.items():
-        own = where / folder_of(name)
-        own.mkdir(exist_ok=True)
-        if where != race.run_dir or not (own / "records.jsonl").exists():  # there the session itself writes its records
-            write_steps(run.steps, own / "records.jsonl")
+        records = where / folder_of(name) / "records.jsonl"
+        records.parent.mkdir(exist_ok=True)
+        # in its run_dir a race's own sessions write their records; one that was given writes elsewhere or nowhere, as its twin does
+        given = (race.baseline if name == race.twin else name) in race.settings["sessions"]
+        if where != race.run_dir or given or not records.exists():
+            write_steps(run.steps, records)
     data = {
         "version": _VERSION,
         "baseline": race.baseline,
@@ -124,6 +126,11 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
 
         steps = settings["steps"] or max(len(run.steps) for run in race.runs.values())
         given |= {"until": Goal.from_dict(settings["until"]), "steps": steps}
+    if changes.get("minutes") is not None:  # else the steps of then would end it before
+        del given["steps"]
+    for one, other in (("turn_s", "turn_steps"), ("turn_steps", "turn_s")):
+        if changes.get(one) is not None:  # both say how long a turn is
+            given.pop(other, None)
     given |= changes
     try:
         if "optimizer" not in changes:

@@ -89,15 +89,22 @@ class Outcome:
 
     def control_words(self) -> str:
         """Say how far the ratios can be trusted: by the number of rounds, and by the A/A control."""
+        all_there = self.has_goal and all(row.to_target is not None for row in self.rows)
+        remedy = "take shorter turns" if all_there else "let the race go on"
         if self.rounds < ROUNDS:
-            all_there = self.has_goal and all(row.to_target is not None for row in self.rows)
             few = (
                 f"{counted(self.rounds, 'round')} of turns {'is' if self.rounds == 1 else 'are'} too few to trust a ratio (an "
-                f"interval needs {ROUNDS}): {'take shorter turns' if all_there else 'let the race go on'}."
+                f"interval needs {ROUNDS}): {remedy}."
             )
             return few if self.control is not None else f"{few} There was no A/A control."
         if self.control is None:
             return "There was no A/A control, so nothing says how far these intervals can be trusted."
+        if self.trusted is None:
+            what = "on its twin's way to the goal" if self.has_goal else "in a part of its recipe"
+            return (
+                f"The baseline against itself came out without an interval, since {what} there were too few turns, so nothing says "
+                f"how far these intervals can be trusted: {remedy}."
+            )
         if self.trusted:
             width = max(self.control.high - 1, 1 - self.control.low)
             return (
@@ -298,7 +305,7 @@ COLUMNS = {
     "drift": "last third of the turns over the first, of a recipe that changes within its longest part",
     "steps_per_day": "of own time",
     "first_step_s": "",
-    "warm_up_s": "",
+    "warm_up_s": "of the baseline with its profile, where gains are predicted",
     "peak_gib": "of the device, the run's own",
 }
 

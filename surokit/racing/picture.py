@@ -24,8 +24,9 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 
 def plot(race: RaceResult, x: str) -> Figure:
-    """Plot the smoothed loss of every run, each step faint behind it, held-out losses as dots, the target as a line with where
-    it was reached. Right: tokens/s over the baseline's, turn by turn, with the interval. Returns the figure, not yet shown.
+    """Plot the smoothed loss of every run, each step faint behind it, held-out losses as dots, the target or the goal as a line
+    with where it was reached; where a run reached an accuracy, which is no loss, stands on its own line. Right: tokens/s over the
+    baseline's, turn by turn, with the interval. Returns the figure, not yet shown.
 
     Before every run has had a turn it draws what is known and says what is missing. Raises ValueError for an axis that there is
     not, and for "usd" without a price.
@@ -47,6 +48,8 @@ def plot(race: RaceResult, x: str) -> Figure:
     plt.close(figure)  # the caller shows what is returned
     longest_s = max(float(np.nansum(run.warm_seconds())) for run in runs.values())
     size, unit = next((size, unit) for size, unit in _UNITS if longest_s >= 2 * size)
+    until, what = race.settings.get("until"), "goal" if found.has_goal else "target"
+    level = found.target if until is None else math.nan if until["task"] else until["at"]
     means, missing = [], []
     drawn = [name for name in runs if name != race.twin]  # whose losses are the baseline's, bit by bit
     for number, name in enumerate(drawn):
@@ -65,9 +68,10 @@ def plot(race: RaceResult, x: str) -> Figure:
             left.plot(at[there], [loss] * len(there), "o", color=color, markersize=6, markeredgecolor="white")
         reached = found[name].to_target
         if reached is not None:
-            left.plot(
-                at[reached[0] - 1], found.target, "v", color=color, markersize=8, markeredgecolor="white", zorder=5
-            )
+            last_step = reached[0] - 1
+            height = mean[last_step] if math.isnan(level) else level
+            left.plot(at[last_step], height, "v", color=color, markersize=8, markeredgecolor="white", zorder=5)
+            means.append(np.array([height]))  # to be in the picture, wherever the line is
     if missing:
         timed = x in ("time", "usd") and any(len(runs[name].steps) for name in missing)
         why = "no time before the first turn" if timed else "no step yet"
@@ -76,12 +80,12 @@ def plot(race: RaceResult, x: str) -> Figure:
     if any(runs[name].held_out for name in drawn):
         left.plot([], [], "o", color=_SOFT, markersize=6, markeredgecolor="white", label="held out")
     if any(found[name].to_target for name in drawn):
-        left.plot([], [], "v", color=_SOFT, markersize=8, markeredgecolor="white", label="target reached")
-    if not math.isnan(found.target):
-        left.axhline(found.target, color=_SOFT, linewidth=0.8, linestyle=(0, (4, 3)))
+        left.plot([], [], "v", color=_SOFT, markersize=8, markeredgecolor="white", label=f"{what} reached")
+    if not math.isnan(level):
+        left.axhline(level, color=_SOFT, linewidth=0.8, linestyle=(0, (4, 3)))
         left.annotate(
-            f"target {found.target:.3f}",
-            (0.01, found.target),
+            f"{what} {level:.3f}",
+            (0.01, level),
             xycoords=("axes fraction", "data"),
             color=_SOFT,
             fontsize=8,

@@ -7,15 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surokit.racing.statistics import smoothed, smoothing
 from surokit.statistics import Interval
 from surokit.tables import text_table
 
 if TYPE_CHECKING:
     from surokit.racing.result import RaceResult
+    from surokit.racing.runs import Run
 
 VERSIONS = ("surokit", "python", "torch", "triton", "cuda", "device", "cpu", "cpu_vectors", "cpu_bf16", "cores")
 
-
+_OTHER_STEPS = (
+    "Where a run made another number of steps than then, training losses are compared after the smaller one, and its held-out "
+    "loss, its ratio at equal loss and its steps to a target are left out."
+)
 FAR = 0.02  # by which a loss may differ on another machine or version and count as the same
 
 
@@ -55,11 +60,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A Reproduction says which figures came out again. differences: in words, of what was `compared` beside the figures."""
+    """A Reproduction says which figures came out again. differences: in words, of what was `compared` beside the figures. notes:
+    sentences on what could not be compared."""
 
     figures: tuple[Figure, ...]
     differences: tuple[str, ...]
     compared: str = "Versions, machine, weights and data"
+    notes: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -94,6 +101,7 @@ class Reproduction:
             said.append(f"Not as it was then: {'; '.join(self.differences)}.")
         else:
             said.append(f"{self.compared} are those of then.")
+        said += self.notes
         return "\n".join([text_table(rows, header=("figure", "then", "now", ""), right=(1, 2), indent=""), "", *said])
 
 
@@ -112,7 +120,8 @@ def differences_of(then: Mapping[str, Any], now: Mapping[str, Any], names: Seque
 
 
 def compare_races(then: RaceResult, now: RaceResult) -> Reproduction:
-    """Compare a race with the one that was run again: ratios by their intervals, losses and steps to the bit.
+    """Compare a race with the one that was run again: ratios by their intervals, losses and steps to the bit. Of a run that made
+    other steps than then, as in a race by minutes, only what does not rest on their number.
 
     ValueError where the two have no run in common.
     """
@@ -120,23 +129,31 @@ def compare_races(then: RaceResult, now: RaceResult) -> Reproduction:
     if not set(then.runs) & set(now.runs):
         raise ValueError("The two races have no run of one name: give the folder of the race that was run again.")
     figures: list[Figure] = []
+    unequal = False
     differences = differences_of(then.environment, now.environment)
     for name in then.runs:
         old, new = before[name], after[name] if name in now.runs else None
-        ratios = {
-            "tokens/s x baseline": (old.ratio, new.ratio if new else None),
-            "at equal loss": (old.matched, new.matched if new else None),
-        }
+        made = [len(race.runs[name].steps) for race in (then, now) if name in race.runs]
+        as_many = min(made) == max(made)
+        to_target = as_many or before.has_goal  # when a run reached a goal does not rest on how long the race went on
+        unequal |= not as_many
+        ratios: dict[str, tuple[Interval | None, Interval | None]] = {}
+        ratios["tokens/s x baseline"] = old.ratio, new.ratio if new else None
+        if to_target:
+            ratios["at equal loss"] = old.matched, new.matched if new else None
         for what, (one, other) in ratios.items():
             if name != then.baseline and one is not None and one.known:  # too few rounds say nothing
                 figures.append(Figure(f"{name}: {what}", one, other))
-        figures.append(
-            Figure(f"{name}: training loss", plain(old.loss), plain(new.loss) if new else None, is_loss=True)
-        )
-        if old.held_out is not None:
+        if as_many:
+            loss = Figure(f"{name}: training loss", plain(old.loss), plain(new.loss) if new else None, is_loss=True)
+        else:
+            ended, ends = (plain(_loss_after(race.runs[name], min(made))) for race in (then, now))
+            loss = Figure(f"{name}: training loss after {min(made)} steps", ended, ends, is_loss=True)
+        figures.append(loss)
+        if as_many and old.held_out is not None:
             found = plain(new.held_out) if new else None
             figures.append(Figure(f"{name}: held-out loss", plain(old.held_out), found, is_loss=True))
-        if old.to_target is not None:
+        if to_target and old.to_target is not None:
             steps = new.to_target[0] if new and new.to_target else None
             figures.append(Figure(f"{name}: steps to the target", plain(old.to_target[0]), plain(steps)))
         if new is not None:
@@ -146,4 +163,9 @@ def compare_races(then: RaceResult, now: RaceResult) -> Reproduction:
     steps_made = {len(race.runs[then.baseline].steps) for race in (then, now) if then.baseline in race.runs}
     if len(steps_made) > 1:
         differences.append(f"{max(steps_made)} steps against {min(steps_made)}")
-    return Reproduction(tuple(figures), tuple(differences))
+    return Reproduction(tuple(figures), tuple(differences), notes=(_OTHER_STEPS,) * unequal)
+
+
+def _loss_after(run: Run, steps: int) -> float:
+    """Return a run's smoothed loss after so many of its steps, as if these had been all."""
+    return float(smoothed(run.steps["loss"][:steps], smoothing(steps))[-1])

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surokit.places import write_whole
 from surokit.runs.jsonl import read
 from surokit.runs.records import Record
 
@@ -51,8 +52,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A WarmUp tells of the steps before the first turn: their number, how long they took, the first of them alone (which a user
-    waits for), and how long a step took at the end."""
+    """A WarmUp tells of the steps before the first turn: their number, how long they took (with the profile of the baseline that
+    predictions rest on), the first of them alone (which a user waits for), and how long a step took at the end."""
 
     steps: int
     first_step_s: float
@@ -200,11 +201,11 @@ class Run:
 def write_steps(steps: Steps, path: Path) -> None:
     """Write the steps as a records.jsonl, which `read_steps` and every other reader of records takes."""
     columns = {name: steps[name].tolist() for name in COLUMNS}
-    whole = ("step", "tokens")
-    with path.open("w", encoding="utf-8") as file:
-        for row in zip(*columns.values()):
-            values = {name: int(v) if name in whole else v if v - v == 0 else str(v) for name, v in zip(columns, row)}
-            file.write(json.dumps(values) + "\n")
+    whole, lines = ("step", "tokens"), []
+    for row in zip(*columns.values()):
+        values = {name: int(v) if name in whole else v if v - v == 0 else str(v) for name, v in zip(columns, row)}
+        lines.append(json.dumps(values) + "\n")
+    write_whole(path, "".join(lines))
 
 
 def read_steps(path: Path) -> Steps:

@@ -157,6 +157,7 @@ class Driver:
         self._round = 0
         self._began_s = math.inf  # start of the race's own clock, which stands between two calls
         self._clock_s = 0.0
+        self._paused_s = 0.0  # that sessions were within their turns
         self._saved_s = time.monotonic()
         self._told = ("", -math.inf)  # the state, and when
         self._shuffled = random.Random(of.settings["seed"])
@@ -186,6 +187,11 @@ class Driver:
         pauses = ", and pauses before the next turn" if self.control.is_pausing else ""
         told = f"every run has made at least {made}{of} steps" if made else "not every run has made a step yet"
         return f"The race {state} {where}{whose}{pauses}: {told}."
+
+    @property
+    def goes_on(self) -> str:
+        """Return the call by which the race goes on after a stop: one by time has no steps to go on to."""
+        return "race.go_on(minutes=1)" if self.race.settings["steps"] is None else "race.go_on()"
 
     @property
     def all_made(self) -> bool:
@@ -220,7 +226,7 @@ class Driver:
         title = ", ".join(self.race.runs)
         if self._view and self.control.is_idle:
             self._view.wait()  # now, where the cursor is; before the thread, which an interrupt of this would leave to nobody
-        return Running(stoppable, self.control, device, title, what="the race", goes_on="race.go_on()")
+        return Running(stoppable, self.control, device, title, what="the race", goes_on=self.goes_on)
 
     def _do(self, work: Callable[[], None]) -> None:
         self.control.enter()
@@ -303,7 +309,7 @@ class Driver:
     # -- rounds
 
     def go_on(self, minutes: float | None, steps: int | None) -> None:
-        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        deadline = math.inf if minutes is None else self._going_s + 60 * minutes
         left = math.inf if steps is None else steps
         self._aim = None if steps is None else self._made + steps
         size, rounds = self._plan(minutes, left)
@@ -315,7 +321,7 @@ class Driver:
                 if not self._pending:
                     if not self._active:
                         break
-                    late = time.monotonic() + size * self._all_step_s / 2 > deadline
+                    late = self._going_s + size * self._all_step_s / 2 > deadline
                     if left < 1 or (late and not first):
                         break
                     now = size if left == math.inf else math.ceil(left / max(1, rounds))
@@ -328,6 +334,11 @@ class Driver:
                 self._save_now_and_then()
             if not self._finish():
                 ends.reason = self.control.reason
+
+    @property
+    def _going_s(self) -> float:
+        """Return a clock that stands while this call is paused: a pause is no part of `minutes`."""
+        return time.monotonic() - self.control.paused_s - self._paused_s
 
     @property
     def _active(self) -> list[str]:
@@ -369,11 +380,13 @@ class Driver:
         settings = self.race.settings
         size = settings.get("turn_steps")
         if size is None:
-            wanted_s = settings["turn_s"]
-            if wanted_s is None:
+            slowest_s = max(map(self._step_s, self.sessions))
+            if settings["turn_s"] is not None:  # of timed steps, as in a race that is run again
+                size = UNTIMED + max(1, round(settings["turn_s"] / slowest_s))
+            else:
                 total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
                 wanted_s = min(LONGEST_TURN_S, total_s / ROUNDS_WANTED / len(self.sessions))
-            size = UNTIMED + max(1, round(wanted_s / max(map(self._step_s, self.sessions))))
+                size = max(UNTIMED + 1, math.floor(wanted_s / slowest_s))
             if self._goal is not None:  # a race that is run again has to be judged after the same steps
                 settings["turn_steps"] = size
         return size, 0 if left == math.inf else max(1, int(left // size))
@@ -442,9 +455,12 @@ class Driver:
             self.moving = False
 
     def sign(self, state: str | None = None) -> None:
-        """Write a sign of life into run.json of every run, between turns: the runs that wait have not gone."""
+        """Write a sign of life into run.json of every run, between turns: the runs that wait have not gone. In a pause turn.json
+        gets one too."""
         for session in self.sessions.values():
             session.journal.beat(state)
+        if self.control.state == "paused":  # else a turn that begins tells of itself
+            self._tell("")
 
     def _tell(self, turn: str, state: str = "") -> None:
         """Tell the panel and whoever reads the folder how the race stands: a new state at once, another turn if that is due."""
@@ -478,6 +494,7 @@ class Driver:
         finally:
             self.running, self.session = "", None
             session.eval_every, session.save_every = evaluates, saves
+        self._paused_s += session.control.paused_s
         if why := session.control.reason:  # also what came in during the last step
             what = why.removeprefix("stopped: ")
             self.control.stop(why if what == why else f"stopped: {name}, {what}")
@@ -540,8 +557,6 @@ class Driver:
     def tell_pause(self, paused: bool) -> None:
         """Show that a pause begins, or is over."""
         self.sign(self.control.state)
-        if paused:
-            self._tell("")  # a turn that begins tells of itself
         if self._view:
             self._view.pause(paused)
 
@@ -565,10 +580,11 @@ class Driver:
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
-                self._tell("", ends.reason)  # first: who finds that all runs are over knows how the race ended
+                # in this order: who finds the race over has its last records, and who finds all runs over knows how it ended
+                self._save_now_and_then(at_once=True)
+                self._tell("", ends.reason)
                 for name, each in self.sessions.items():
                     each.journal.end_group(self._ending(name, ends.reason))
-                self._save_now_and_then(at_once=True)
                 if self._view:
                     self._view.end({name: self._ending(name, ends.reason) for name in self.race.runs})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +105,7 @@ class Race(RaceResult):
         self._drive().control.stop()
 
     def pause(self) -> None:
-        """Let the race wait before the next turn; the wait counts as no run's time."""
+        """Let the race wait before the next turn; the wait counts as no run's time, and as no part of `minutes`."""
         self._drive().control.pause()
 
     def resume(self) -> None:
@@ -152,7 +152,7 @@ class Race(RaceResult):
             return super()._way_on()
         if any(run.warm_up is None for run in self.runs.values()):
             return f"The race ended in its warm-up ({self.reason}): race again."
-        return f"The race ended {self._when_it_ended} ({self.reason}): race.go_on() goes on from there."
+        return f"The race ended {self._when_it_ended} ({self.reason}): {self._driver.goes_on} goes on from there."
 
     @property
     def _when_it_ended(self) -> str:
@@ -168,7 +168,7 @@ class Race(RaceResult):
         return folder.read(cls, Path(path))
 
     def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
-        """Run the same race again: same recipes, settings, seed, and as many steps.
+        """Run the same race again: same recipes, settings, seed, and as many steps, or as long as `minutes` says.
 
         changes: arguments of `race` that shall differ, and those a folder cannot hold. UnequalWork where the weights, or the data
         by its fingerprint, are others than in this race, unless `allow` has "weights" or "data"; batches that turn out to be others
@@ -201,13 +201,15 @@ def race(
     together: bool | None = None,
     predict: bool = True,
     like: Race | None = None,
+    command: Sequence[str] | None = None,
     thread: bool = False,
     **session_settings: Any,
 ) -> Race:
     """Race recipes, or any sessions, on one device: in turns, with equal work enforced.
 
     entries: {name: Recipe, name of a recipe, or Session}, or a list of recipes; the first is the baseline.
-    model, data: for recipes. A module is copied for each, a folder loaded, a function called.
+    model, data: for recipes, as all settings of a session are: a Session has its own. A module is copied for each, a folder loaded,
+        a function called.
     optimizer: a specification such as surokit.AdamW(lr=3e-4), or a function from parameters to an optimizer.
     minutes: of the race's wall clock after the warm-up. steps: of each run, warm-up included. Whichever ends first.
     schedule: "auto" is a cosine over `steps`, without them a constant rate after 20 steps of warm-up.
@@ -227,6 +229,7 @@ def race(
     thread: True lets it go on in a thread and returns the Race at once: `await race`, or call its wait(). Meanwhile other cells,
         `race.stop()`, `race.pause()` and a panel's buttons work, and printing the race says how far it is.
     like: a race whose weights and data these have to be; `Race.rerun` gives it.
+    command: the words of the command line that this race comes from, which rerun.py gives again; `surokit race` says them.
     session_settings: further arguments of `surokit.Session` (clip, compile, graphs, meters ...).
 
     An interrupt (Ctrl-C, `race.stop()` from another thread, a file named "stop" in run_dir) ends it; `race.go_on()` goes on.
@@ -246,6 +249,15 @@ def race(
     goal = read_goal(until)
     if goal is not None and target_loss is not None:
         raise ValueError("race(until=...) is the target of the race: leave out target_loss=.")
+    for_recipes = {
+        "model": model is not None,
+        "data": data is not None,
+        "optimizer": optimizer is not _ADAMW,
+        "schedule": schedule != "auto",
+        "accumulate": accumulate != 1,
+        "eval": eval is not None,
+        **dict.fromkeys(session_settings, True),
+    }
     if schedule == "auto":
         schedule = _CONSTANT if steps is None else Cosine(min(20, max(1, steps // 10)), max(2, steps))
     settings = {
@@ -261,8 +273,11 @@ def race(
             f"race({theirs[0]}=...) is none of its settings: the race itself evaluates and saves, between turns."
         )
     who = grid(entries, control)
-    if goal is not None and goal.task is None and eval is None:
-        _check_evaluates(goal, who)
+    if all(isinstance(entry, Session) for entry in who.entries.values()) and any(for_recipes.values()):
+        given = ", ".join(f"{name}=..." for name, is_given in for_recipes.items() if is_given)
+        raise ValueError(f"race({given}) is for recipes: every entry is a Session, which has its own.")
+    if goal is not None and goal.task is None:
+        _check_evaluates(goal, who, eval)
     if steps is None and schedule == _CONSTANT:
         _check_changes(who)
     allowed = comparability.check_allowed(allow)
@@ -293,6 +308,7 @@ def race(
         },
         run_dir=where,
     )
+    built.command = None if command is None else list(command)
     driver = Driver(built, replace(builder, run_dir=where), allowed, live, like, goal)
     built.driven_by(driver)
 
@@ -304,10 +320,14 @@ def race(
     return built
 
 
-def _check_evaluates(goal: Goal, who: Grid) -> None:
+def _check_evaluates(goal: Goal, who: Grid, eval: Iterable[Batch] | None) -> None:
     """Raise ValueError where a goal is a held-out loss and a run has nothing that it could be taken on."""
-    if not all(isinstance(entry, Session) and entry.eval is not None for entry in who.entries.values()):
-        raise ValueError(f"race(until={goal.at:g}) is a held-out loss: give eval=, the batches that it is taken on.")
+    for name, entry in who.entries.items():
+        if (entry.eval if isinstance(entry, Session) else eval) is None:
+            whose = f"the Session {name!r} its " if isinstance(entry, Session) else ""
+            raise ValueError(
+                f"race(until={goal.at:g}) is a held-out loss: give {whose}eval=, the batches that it is taken on."
+            )
 
 
 def _check_changes(who: Grid) -> None:

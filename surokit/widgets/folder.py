@@ -43,6 +43,7 @@ class RunFolder:
         self.name = name or self.path.resolve().name
         self.title = title  # the name that others give the run
         self.ended = ""  # how the run ended, as others say; counts if the run itself does not say
+        self.beat = 0.0  # when others last gave a sign of life for it; counts likewise
         self.status: Status | None = None
         self.trouble = ""  # why the folder could not be read the last time
         self._clock = clock
@@ -97,7 +98,7 @@ class RunFolder:
             beat = self.status.heartbeat
         else:
             try:
-                beat = (self.path / RECORDS).stat().st_mtime
+                beat = max(self.beat, (self.path / RECORDS).stat().st_mtime)
             except OSError:
                 return
         now = self._clock()
@@ -223,14 +224,15 @@ def runs_in(path: Path) -> list[Path]:
 class RaceFolder:
     """A RaceFolder reads a race that somebody else drives: which runs it has and how it stands, from turn.json or race.json.
 
-    runs: their folders by name. state: "running", "paused" or how it ended. round: the one that goes on, or was the last.
+    runs: their folders by name. state: "running", "paused" or how it ended. round: the one that goes on, or was the last. beat:
+    when turn.json was written, in seconds since 1970.
     Raises ValueError if the folder is not that of a race.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.runs: dict[str, Path] = {}
-        self.state, self.round, self.turn = "", 0, ""
+        self.state, self.round, self.turn, self.beat = "", 0, "", 0.0
         self.look()
         if not self.runs:
             raise ValueError(f"{path} is not the folder of a race: neither {TURN} nor {RACE} says who races.")
@@ -245,6 +247,7 @@ class RaceFolder:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             if (self.path / TURN).exists():
                 self._take_in(**json.loads((self.path / TURN).read_text(encoding="utf-8")))
+                self.beat = (self.path / TURN).stat().st_mtime
             else:
                 data = json.loads((self.path / RACE).read_text(encoding="utf-8"))
                 rounds = [turn["round"] for run in data["runs"] for turn in run["turns"]]

@@ -122,7 +122,7 @@ class Watch:
             if name not in self.folders and path.is_dir():
                 self.folders[name] = RunFolder(path, name, title=name)
             if name in self.folders:
-                self.folders[name].ended = "" if race.goes_on else race.state
+                self.folders[name].ended, self.folders[name].beat = "" if race.goes_on else race.state, race.beat
                 found.append(name)
         return found
 

@@ -6,6 +6,7 @@ import pytest
 
 from surokit.bench import overhead, result
 from surokit.bench.__main__ import main
+from surokit.train.errors import NonFiniteError
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "vocab": 64, "ffn": 48}
 
@@ -63,6 +64,15 @@ def test_the_table(data, tmp_path):
 def test_turns_that_cannot_be(arguments, capsys):
     assert main(["overhead", *arguments]) == 2
     assert "at least 2 rounds and 3 to 12 steps" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_told_in_a_line(monkeypatch, capsys):
+    def diverges(**turns):
+        raise NonFiniteError("5 steps in a row were not finite.")
+
+    monkeypatch.setattr(overhead, "run", diverges)
+    assert main(["overhead"]) == 2
+    assert capsys.readouterr().err == "surokit.bench: 5 steps in a row were not finite.\n"
 
 
 def test_the_command(monkeypatch, data, tmp_path, capsys):

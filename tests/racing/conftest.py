@@ -37,9 +37,9 @@ def model() -> torch.nn.Module:
 
 def raced(net: torch.nn.Module, entries: Any = ("bf16", "fp8"), **arguments: Any) -> sk.Race:
     """sk.race on the small model; arguments win."""
-    given = {"steps": 16, "optimizer": sk.AdamW(lr=3e-3), "live": False, "predict": False, **arguments}
+    given = {"steps": 16, "live": False, "predict": False, **arguments}
     if any(not isinstance(e, sk.Session) for e in (entries.values() if isinstance(entries, dict) else entries)):
-        given = {"model": net, "data": batches(), **given}
+        given = {"model": net, "data": batches(), "optimizer": sk.AdamW(lr=3e-3), **given}
     return sk.race(entries, **given)
 
 

@@ -6,12 +6,14 @@ import inspect
 import os
 import runpy
 import signal
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 
 import surokit as sk
 from surokit import cli, texts
+from surokit.train.errors import NonFiniteError
 
 SMALL = ["--layers", "1", "--width", "32", "--length", "16", "--batch", "2"]
 
@@ -183,8 +185,61 @@ def test_an_interrupted_command_says_what_can_be_done(tmp_path, capsys, monkeypa
         assert "run()" not in where
     assert cli.main(command) == 130
     assert "Without --run-dir nothing of it was kept" in capsys.readouterr().out
-    assert cli.main(["reproduce", str(tmp_path / "race"), "--run-dir", str(tmp_path / "again")]) == 130
+    again = ["--run-dir", str(tmp_path / "again")]
+    assert cli.main(["reproduce", str(tmp_path / "race"), *again]) == 2
+    assert "is a race that did not come to its end (interrupted)" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists(), "it is told before anything is run"
+    monkeypatch.setattr(sk, "race", of_race)
+    assert cli.main([*command, "--run-dir", str(tmp_path / "whole")]) == 0
+    monkeypatch.setattr(sk, "race", interrupted)
+    assert cli.main(["reproduce", str(tmp_path / "whole"), *again]) == 130
     assert "surokit: interrupted" in capsys.readouterr().err
+    monkeypatch.setattr("surokit.cli.reproduce.run_again", lambda command: 1)
+    assert cli.main(["reproduce", str(tmp_path / "whole"), "--run-dir", str(tmp_path / "failed")]) == 2
+    assert "An error ended the race when it was run again, so nothing is compared" in capsys.readouterr().err
+
+
+def test_an_error_of_one_run_loses_neither_the_result_nor_the_command(tmp_path, capsys, monkeypatch, text):
+    of_race = sk.race
+
+    class Fails:
+        def __init__(self, data):
+            self.batches = list(islice(data, 8))
+
+        def __iter__(self):
+            yield from self.batches
+            raise NonFiniteError("5 steps in a row\nwere not finite.")
+
+    def failing(*entries, data, **options):
+        return of_race(*entries, data=Fails(data), **options)
+
+    monkeypatch.setattr(sk, "race", failing)
+    command = ["race", "--steps", "12", "--turn-steps", "2", *SMALL, *text]
+    picture = ["--plot", str(tmp_path / "race.png")]
+    assert cli.main([*command, *picture, "--run-dir", str(tmp_path / "race")]) == 1
+    told = capsys.readouterr()
+    assert "bf16 again" in told.out
+    assert "The race ended early (failed: NonFiniteError" in told.out
+    assert told.err.splitlines()[-1] == "surokit: 5 steps in a row were not finite."
+    assert (tmp_path / "race.png").stat().st_size > 10_000
+    race = sk.Race.load(tmp_path / "race")
+    assert race.command == [*command, *picture, "--run-dir", str(tmp_path / "race")]
+    assert "from surokit.cli import main" in (tmp_path / "race" / "rerun.py").read_text(encoding="utf-8")
+
+
+def test_a_command_that_is_interrupted_in_its_warm_up_can_be_run_again(tmp_path, capsys, monkeypatch, text):
+    of_race = sk.race
+
+    def interrupted(*entries, **options):
+        def interrupt(session):
+            raise KeyboardInterrupt
+
+        return of_race(*entries, **options, meters=[interrupt])
+
+    monkeypatch.setattr(sk, "race", interrupted)
+    command = ["race", "--steps", "12", *SMALL, *text, "--run-dir", str(tmp_path / "race")]
+    assert cli.main(command) == 130
+    assert sk.Race.load(tmp_path / "race").command == command
 
 
 def test_errors_are_one_line(capsys, monkeypatch, text):
@@ -209,6 +264,7 @@ def test_errors_are_one_line(capsys, monkeypatch, text):
         ("--recipes bf16 fp8 fp8", "'fp8' stands there twice; give each recipe once."),
         ("--recipes bf16,fp8", "separate names by spaces, as in --recipes bf16 fp8"),
         ("--recipes bf16, fp8", "separate names by spaces, as in --recipes bf16 fp8"),
+        ("--model a", "--layers and --width are for a model of its own: leave them out beside --model a."),
         ("--recipe fp8", "unrecognized arguments: --recipe fp8; did you mean --recipes? (see surokit race --help)"),
     ],
 )
@@ -218,6 +274,40 @@ def test_what_cannot_be_is_told_before_anything_is_made(arguments, said, capsys,
     told = capsys.readouterr().err
     assert said in " ".join(told.replace(" --steps 4 " + " ".join(SMALL), "").split())
     assert told.count("\n") == 1
+
+
+def test_a_recipe_with_several_products_of_others_races(monkeypatch, capsys, text):
+    raced = []
+
+    def race(recipes, **options):
+        raced.append(recipes)
+        return SimpleNamespace(run_dir=None, reason="done")
+
+    monkeypatch.setattr(sk, "race", race)
+    name = "fp4(grad_input=bf16, grad_weight=bf16)"
+    assert cli.main(["race", "--recipes", "bf16", name, *SMALL, *text]) == 0
+    assert raced == [{"bf16": sk.BF16, name: sk.FP4.but(grad_input=sk.BF16, grad_weight=sk.BF16)}]
+    assert cli.main(["race", "--recipes", f"bf16,{name},fp8", *SMALL]) == 2
+    assert f"separate names by spaces, as in --recipes bf16 {name} fp8." in capsys.readouterr().err
+
+
+def test_a_model_of_its_own_has_heads_of_32(monkeypatch, capsys, text):
+    shapes = []
+
+    def race(recipes, *, model, **options):
+        shapes.append((model.config.heads, model.config.kv_heads, model.config.head_dim))
+        return SimpleNamespace(run_dir=None, reason="done")
+
+    monkeypatch.setattr(sk, "race", race)
+    for width in range(32, 385, 32):
+        assert cli.main(["race", "--layers", "1", "--width", str(width), *text]) == 0
+    assert shapes[:4] == [(1, 1, 32), (2, 1, 32), (3, 1, 32), (4, 2, 32)]
+    assert [heads for heads, _, _ in shapes] == list(range(1, 13))
+    assert {head_dim for _, _, head_dim in shapes} == {32}
+    for wrong in ("100", "0", "64.5"):
+        assert cli.main(["race", "--width", wrong, *text]) == 2
+        said = f"--width {wrong} is no multiple of 32, the width of a head: give one, for example 128."
+        assert said in capsys.readouterr().err
 
 
 def test_its_words_are_those_of_the_function():

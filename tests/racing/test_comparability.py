@@ -273,6 +273,16 @@ def test_sessions_have_their_own_model(session, model):
     one = session()
     with refused(ValueError):
         race({"a": one, "b": session()}, steps=8, model=model, data=batches())
+    settings: dict[str, Any] = {
+        "optimizer": sk.AdamW(lr=1e-3),
+        "schedule": None,
+        "accumulate": 2,
+        "eval": batches(1),
+        "clip": 2.0,
+    }
+    for name, value in settings.items():
+        with refused(ValueError):
+            race({"a": one, "b": session()}, steps=8, **{name: value})
     with refused(ValueError):
         race({"a": one, "b": one}, steps=8)
 

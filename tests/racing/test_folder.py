@@ -147,6 +147,32 @@ def test_a_run_dir_is_a_race_at_any_time(make, tmp_path):
     assert second.run_dir == tmp_path / "race-2"
 
 
+def test_it_is_run_again_with_other_turns_or_for_a_time(saved, make, model, tmp_path):
+    loaded = sk.Race.load(saved[1])
+    given = {"model": model, "data": batches(), "eval": batches(1, seed=1), "live": False, "predict": False}
+    again = loaded.rerun(**given, turn_steps=3)
+    assert again.runs["bf16"].turns[0].steps == 2
+    assert len(again.runs["bf16"].steps) == 16
+    assert loaded.rerun(**given, minutes=0.0, turn_s=0.1, steps=8).settings["steps"] == 8
+    by_time = loaded.rerun(**given, minutes=0.0, turn_steps=20)
+    assert by_time.settings["steps"] is None
+    assert len(by_time.runs["bf16"].steps) == 7 + 20, "a round is always run, whatever steps there were then"
+    goal = make(steps=8, eval=batches(1, seed=1), until=0.001)
+    assert goal.settings["turn_steps"] is not None
+    assert sk.Race.load(goal.save(tmp_path)).rerun(**given, turn_s=1e-6).settings["turn_s"] == 1e-6
+
+
+def test_a_race_of_sessions_keeps_all_of_their_steps(make, session, tmp_path):
+    a = session(run_dir=tmp_path / "own")
+    race = make({"a": a, "b": a.fork(recipe=sk.FP8)}, steps=8, turn_s=1e-6, run_dir=tmp_path / "race")
+    race.go_on(steps=6)
+    loaded = sk.Race.load(tmp_path / "race")
+    for name, run in race.runs.items():
+        assert loaded.runs[name].steps["loss"].tolist() == run.steps["loss"].tolist()
+    assert repr(loaded) == repr(race)
+    assert len((tmp_path / "own" / "records.jsonl").read_text(encoding="utf-8").splitlines()) == 14
+
+
 def test_folders_that_hold_no_race(tmp_path, saved):
     with refused(FileNotFoundError):
         sk.Race.load(tmp_path)

@@ -125,6 +125,21 @@ def test_who_has_reached_the_goal_takes_no_rounds_from_the_others() -> None:
     assert not found["fp8"].ratio.known
 
 
+def test_a_picture_shows_where_the_goal_was_reached(make):
+    loss = make(steps=8, eval=HELD_OUT, until=100.0, turn_s=1e-6)
+    accuracy = on_task(steps=8, until=sk.Goal(1.0, TASK, problems=64))
+    for run in accuracy.runs.values():
+        run.reached = 6  # as if it had
+    for race, height in ((loss, 100.0), (accuracy, None)):
+        axes: Any = race.plot("steps").axes[0]
+        assert axes.get_legend().get_texts()[-1].get_text() == "goal reached"
+        marks = [line.get_xydata() for line in axes.get_lines() if line.get_marker() == "v" and len(line.get_xdata())]
+        assert [mark[0][0] for mark in marks] == [race.runs[name].reached for name in ("bf16", "fp8")]
+        assert all(math.isfinite(y) and (height is None or y == height) for ((_, y),) in marks)
+        assert axes.get_ylim()[0] < min(mark[0][1] for mark in marks) < axes.get_ylim()[1]
+    assert "goal 100.000" in [text.get_text() for text in loss.plot("steps").axes[0].texts]
+
+
 def test_a_race_goes_on_to_its_goal(make):
     race = make(steps=8, eval=HELD_OUT, until=0.001, turn_s=1e-6)
     race.go_on(steps=4)
@@ -138,6 +153,12 @@ def test_a_race_whose_runs_are_all_there_does_not_go_on(make):
     with refused(RuntimeError):
         race.go_on(steps=4)
     assert {name: len(run.steps) for name, run in race.runs.items()} == steps
+
+
+def test_a_session_without_held_out_data_has_no_held_out_loss_to_reach(make, session):
+    for entries in ({"a": session(), "b": session()}, {"bf16": sk.BF16, "a": session()}):
+        with refused(ValueError):
+            make(entries, until=3.0, **({"eval": HELD_OUT} if "bf16" in entries else {}))
 
 
 def test_a_goal_that_is_none_is_refused(make):

@@ -132,6 +132,24 @@ def test_the_twin_tells_whether_to_trust(bias, trusted):
     assert "3 rounds of turns are too few to trust a ratio" in outcome(few, "a", twin="a again").control_words()
 
 
+def test_a_twin_without_an_interval_says_nothing_of_the_others():
+    base, twin = (changing((4.0, 2.0), (76,), falling(84), noise=[1.0]) for _ in range(2))
+    twin.turns = twin.turns[:-1]  # so that the second part has one turn
+    runs = {"b": base, "b again": twin}
+    found = outcome(runs, "b", twin="b again")
+    assert found.rounds == 19
+    assert found.trusted is None
+    assert "since in a part of its recipe there were too few turns" in (said := found.control_words())
+    assert "let the race go on" in said
+    assert "not to be trusted" not in said
+    few = {"b": base, "c": base, "b again": replace(twin, turns=twin.turns[:3])}
+    for run in few.values():
+        run.reached = 84
+    said = outcome(few, "b", twin="b again", goal="held_out").control_words()
+    assert "since on its twin's way to the goal there were too few turns" in said
+    assert "take shorter turns" in said
+
+
 def test_steps_a_day_and_the_share_of_the_clock_that_were_turns():
     runs = {"a": made("a", 1.0, falling(44)), "b": made("b", 0.5, falling(44))}
     clock_s = 0.0

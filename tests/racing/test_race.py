@@ -24,7 +24,7 @@ from surokit.racing.runs import rounds_of
 from surokit.runs import control
 from surokit.runs.health import Event, Health
 from surokit.runs.status import read_status
-from tests.clocks import JumpingClock, until
+from tests.clocks import Clock, JumpingClock, until
 from tests.racing.conftest import batches, made_session
 from tests.refusals import refused
 
@@ -103,6 +103,18 @@ def test_steps_that_do_not_divide_are_spread(make):
     assert [(turn.untimed, turn.steps) for turn in race.runs["fp8"].turns] == [(1, 1)]
 
 
+def test_there_are_twelve_rounds_also_of_runs_that_are_equally_fast(make, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "time", clock)
+
+    def eighth(session):
+        clock.sleep(0.125)
+        return {}
+
+    race = make(steps=127, meters=[eighth])
+    assert [turn.untimed + turn.steps for turn in race.runs["fp8"].turns] == [10] * 12
+
+
 def test_minutes_end_a_race_and_every_run_has_made_as_many_steps(make):
     race = make(steps=None, minutes=0.01)
     assert len({len(run.steps) for run in race.runs.values()}) == 1
@@ -135,6 +147,16 @@ class StopAt:
 
     def on_end(self, reason):
         pass
+
+
+class EachStep(StopAt):
+    """Does something as each step is told."""
+
+    def __init__(self, what):
+        super().__init__(0, what)
+
+    def on_step(self, record):
+        self.what()
 
 
 class Evaluated(StopAt):
@@ -317,6 +339,31 @@ def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make, mo
     race.go_on(steps=6)
     assert clocks["monotonic"].ahead_s == 1000.0
     assert sum(run.turns[-1].seconds for run in race.runs.values()) < 1000.0
+
+
+def test_a_pause_is_no_part_of_the_minutes(make, monkeypatch):
+    def rounds(who):
+        race, clock = make(steps=8), Clock()
+        race.settings["turn_steps"] = 2
+        paused = {"race": race, "session": race.sessions["fp8"].control, "": None}[who]
+
+        def sleep(seconds):
+            clock.sleep(1000.0)
+            paused.resume()
+
+        time_ = SimpleNamespace(perf_counter=clock.perf_counter, monotonic=clock.monotonic, sleep=sleep)
+        with monkeypatch.context() as patch:
+            for module in (scheduler, control):
+                patch.setattr(module, "time", time_)
+            for session in race.sessions.values():
+                session.subscribe(EachStep(lambda: clock.sleep(1.0)))
+            if paused:
+                race.sessions["fp8"].subscribe(StopAt(9, paused.pause))
+            race.go_on(minutes=0.5)
+        assert race.reason == "done"
+        return len(rounds_of(list(race.runs.values())))
+
+    assert rounds("race") == rounds("session") == rounds("") > 4
 
 
 def test_sessions_that_train_in_threads_take_turns_all_the_same(session, capsys):
@@ -593,6 +640,19 @@ def test_an_interrupt_tells_of_the_race_and_not_of_run(make, capsys):
     assert "The race ended early (interrupted): race.go_on() goes on from there." in repr(race)
     race.go_on()
     assert "ended early" not in repr(race)
+
+
+def test_a_race_by_minutes_says_how_it_goes_on(make):
+    def stop_at_9(session):
+        if session.steps == 9:
+            session.stop()
+        return {}
+
+    race = make(steps=None, minutes=0.0, turn_steps=4, meters=[stop_at_9], control=False)
+    assert "): race.go_on(minutes=1) goes on from there." in repr(race)
+    race.go_on(minutes=0.0)  # the other run comes to that step
+    race.go_on(minutes=0.0)
+    assert race.reason == "done"
 
 
 def test_interrupted_in_its_last_step_its_runs_are_done_and_the_rest_can_be_made_up_for(make, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import surokit as sk
 from surokit.racing.reproduced import Figure, Reproduction, compare_races, differences_of, plain
 from surokit.statistics import Interval
-from tests.racing.conftest import raced
+from tests.racing.conftest import batches, raced
 from tests.refusals import refused
 
 RATIO = Interval(1.1, 1.2, 1.3)
@@ -65,6 +65,27 @@ def test_a_race_that_is_run_again_gives_the_same_losses(model):
     assert not longer.is_exact
     assert "16 steps against 12" in longer.differences
     assert "seed of bf16" in longer.differences
+
+
+def test_after_other_steps_only_what_does_not_rest_on_them_is_compared(model):
+    def by_minutes(turn_steps, **options):
+        return raced(model, steps=None, minutes=0.0, turn_steps=turn_steps, eval=batches(1, seed=1), **options)
+
+    then, now = by_minutes(2), by_minutes(8)
+    found = compare_races(then, now)
+    assert {figure.name: figure.verdict for figure in found.figures} == {
+        f"{name}: training loss after 9 steps": "equal" for name in then.runs
+    }
+    assert found.holds
+    assert "15 steps against 9" in found.differences
+    assert "its held-out loss, its ratio at equal loss and its steps to a target are left out." in str(found)
+    assert "left out" not in str(compare_races(then, then))
+    goal = {"until": 100.0, "turn_s": 1e-6}
+    names = [
+        f.name
+        for f in compare_races(raced(model, steps=8, eval=batches(1), **goal), by_minutes(4, until=100.0)).figures
+    ]
+    assert "fp8: steps to the target" in names
 
 
 def test_versions_that_differ_are_named():

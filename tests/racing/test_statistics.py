@@ -181,6 +181,9 @@ class TestPairedGaps:
         assert [gap.low, gap.high] == pytest.approx([low, high])
         assert gap.pairs == 8
 
+    def test_a_p_value_is_no_less_than_zero(self):
+        assert paired_gap([20.0], noises=[Noise(1.0, 62)]).p == 0.0
+
     @pytest.mark.parametrize("spreads", [(1, 1, 1), (3, 2, 1), (1, 2, 3)])
     def test_of_groups_with_means_and_spreads_of_their_own_the_interval_holds_the_mean_of_means(self, spreads):
         draws, held = np.random.default_rng(2), 0

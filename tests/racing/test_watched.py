@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import surokit as sk
+from surokit.racing import scheduler
+from surokit.runs import control
 from surokit.widgets.folder import RaceFolder, RunFolder, race_words
 from surokit.widgets.messages import Wire
 from surokit.widgets.picture import picture, summary_text
-from tests.clocks import until
+from tests.clocks import JumpingClock, until
 from tests.racing.conftest import raced
+from tests.racing.test_race import StopAt
 from tests.racing.test_threads import Gate
 from tests.refusals import refused
 
@@ -174,6 +180,44 @@ def test_a_process_that_is_gone_is_told_as_lost_and_a_broken_file_says_nothing(o
     assert race.state == "done"
     with refused(ValueError):
         RaceFolder(tmp_path)
+
+
+def test_sessions_that_write_no_run_json_are_alive_while_their_race_is(make, session, tmp_path):
+    race = make({"a": session(), "b": session(sk.FP8)}, steps=8, turn_s=1e-6, run_dir=tmp_path / "race")
+    race.go_on(steps=6)
+    view = View()
+    seen = sk.watch(race.run_dir, view=view)
+    assert [state.step for state in seen.states.values()] == [14, 14, 14]
+    assert set(seen.reasons.values()) == {"done"}
+    for path in race.run_dir.glob("*/records.jsonl"):
+        os.utime(path, (0, 0))
+    turn = race.run_dir / "turn.json"
+    turn.write_text(json.dumps({**json.loads(turn.read_text(encoding="utf-8")), "state": "running", "turn": "b"}))
+    assert set(sk.watch(race.run_dir, view=view, follow=False).reasons.values()) == {None}
+    assert view.heads[-1].endswith("b's turn")
+    os.utime(turn, (0, 0))
+    sk.watch(race.run_dir, view=view, follow=False)
+    assert view.heads[-1].startswith("race · lost in round ")
+
+
+def test_a_race_that_pauses_gives_signs_of_life(make, tmp_path, monkeypatch):
+    race = make(steps=8, run_dir=tmp_path)
+    turn, told = tmp_path / "turn.json", []
+    clock = JumpingClock(time.monotonic)
+
+    def sleep(seconds):
+        clock.ahead_s += 1.0
+        if turn.exists():
+            told.append(json.loads(turn.read_text(encoding="utf-8"))["state"])
+            turn.unlink()
+        if len(told) == 2 or clock.ahead_s > 10.0:
+            race.resume()
+
+    for module in (scheduler, control):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock, sleep=sleep))
+    race.sessions["fp8"].subscribe(StopAt(9, race.pause))
+    race.go_on(steps=2)
+    assert told == ["paused"] * 2
 
 
 def test_words():
