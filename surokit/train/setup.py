@@ -334,12 +334,13 @@ def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> n
     is given."""
     from surokit.models.decoder import Decoder, DecoderConfig
 
-    config = found.config()
-    if config is None or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
+    # a checkpoint of before has only what Hugging Face can say
+    shape, of_hf = found.meta.get("decoder"), found.config()
+    if (shape is None and of_hf is None) or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
         raise ResumeError(
             f"The checkpoint's model is a {found.meta['model']}, which only you can make: pass model= to resume()."
         )
-    model: nn.Module = Decoder(DecoderConfig.from_hf(config))
+    model: nn.Module = Decoder(DecoderConfig(**shape) if shape else DecoderConfig.from_hf(of_hf or {}))
     dtypes = found.meta["dtypes"].values()
     dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
     model.to(dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -574,6 +574,40 @@ class TestDecoder:
         assert_same_state(whole, again)
         np.testing.assert_array_equal(again.records.column("loss"), whole.records.column("loss"))
 
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            {"experts": 4, "expert_ffn": 16},
+            {"experts": 4, "dense_layers": (0,)},
+            {"sliding_window": 8, "window_layers": (1,), "eos_id": (1, 2), "mlp_bias": True},
+            {"qkv_bias": True, "head_dim": 16},
+        ],
+        ids=lambda odd: "-".join(odd),
+    )
+    def test_a_shape_that_hugging_face_has_no_word_for(self, odd: dict[str, Any], tmp_path: Path) -> None:
+        config = sk.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=VOCAB, ffn=48, **odd)
+        with pytest.raises(CheckpointError):
+            config.to_hf()
+        session = make_session(sk.Decoder(config), run_dir=tmp_path / "run")
+        session.run(2)
+        assert not (session.save() / "config.json").exists()
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert again.model.config == config
+        assert hash(again.model.config) == hash(config)
+        for run in (session, again):
+            run.run(2)
+        assert_same_state(session, again)
+
+    def test_a_checkpoint_of_before_has_the_shape_in_config_json_alone(self, tmp_path: Path) -> None:
+        session = make_session(self.make(), run_dir=tmp_path / "run")
+        session.run(1)
+        meta = session.save() / "session.json"
+        meta.write_text(
+            json.dumps({name: of for name, of in json.loads(meta.read_text()).items() if name != "decoder"})
+        )
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert_same_state(session, again)
+
     def test_fork_evaluate_and_summary(self) -> None:
         session = make_session(self.make(), recipe="bf16", eval=make_batches(2, seed=7), eval_every=2)
         session.run(4)
