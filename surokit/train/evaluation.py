@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surokit.data import Tokenizer, check_vocabulary, load_tokenizer
+from surokit.data.batches import Batches
 from surokit.data.conversations import prompt_for_reply
 from surokit.train.random_state import seeded
 from surokit.train.setup import loss_of, targets_in
@@ -32,7 +33,9 @@ class Evaluation:
 
 
 def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
-    """Return the loss on `source` between two steps; waits for the device."""
+    """Return the loss on `source` between two steps, of our data on the same batches each time; waits for the device."""
+    if isinstance(source, Batches):
+        source = source.fork(restarts=True)
     began = time.perf_counter()
     device = session.device
     total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
+from surokit.data.batches import Batches
 from surokit.runs.control import RunControl
 from surokit.train import Cosine, Record, Session
 from surokit.train.stream import Batch
@@ -687,6 +688,18 @@ class TestEvaluate:
 
         session = make_session(eval=Random())
         assert session.evaluate() == session.evaluate()
+
+    def test_ours_is_read_from_its_beginning_each_time(self) -> None:
+        """Each epoch has its own order, and leaves out other sequences: here one of three."""
+        rows_ST = np.random.default_rng(0).integers(VOCAB, size=(3, 8)).astype(np.uint16)
+        held = Batches(rows_ST, batch=2)
+        session = make_session(eval=held)
+        first = session.evaluate()
+        for _ in range(3):
+            assert session.evaluate() == first
+        assert held.state_dict()["index"] == held.state_dict()["epoch"] == 0
+        next(iter(held))
+        assert session.evaluate() == first
 
     def test_every_so_many_steps(self) -> None:
         session = make_session(eval=make_batches(2, seed=5), eval_every=3)
