@@ -77,6 +77,26 @@ class TestContinuing:
         again.run(6)
         assert_same_state(whole, again)
 
+    @pytest.mark.parametrize("name", SOURCES)
+    def test_after_a_failed_step_that_began_an_epoch(self, name: str, tmp_path: Path) -> None:
+        def boom() -> None:
+            raise RuntimeError("out of something")
+
+        def fresh(**options: Any) -> Session:
+            torch.manual_seed(7)
+            model = Trap(options.pop("at", 0), boom)
+            model.embed, model.lm_head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+            return make_session(model, SOURCES[name](), **options)
+
+        whole, half = fresh(), fresh(at=8, run_dir=tmp_path / "run")
+        with refused(RuntimeError):
+            half.run(9)  # the eighth batch is the first of the second epoch
+        half.save()
+        twin, again = half.fork(), Session.resume(tmp_path / "run", fresh().model, data=SOURCES[name]())
+        for session, steps in ((whole, 13), (twin, 6), (again, 6), (half, 6)):
+            session.run(steps)
+            assert_same_state(whole, session)
+
     @pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise", "quartet-ii"])
     def test_with_a_recipe(self, recipe: str, tmp_path: Path) -> None:
         whole, half = make_session(recipe=recipe), make_session(recipe=recipe, run_dir=tmp_path / "run")
