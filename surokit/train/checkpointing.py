@@ -42,7 +42,14 @@ from surokit.train.resharding import (
     optimizer_parts,
     parameters_by_name,
 )
-from surokit.train.setup import apply_saved, check_recipe, rebuild_model
+from surokit.train.setup import (
+    adapters_of,
+    apply_saved,
+    check_adapters,
+    check_recipe,
+    rebuild_model,
+    set_adapters,
+)
 from surokit.train.switching import go_over
 from surokit.units import counted
 
@@ -100,6 +107,7 @@ def _meta(session: Session) -> dict[str, Any]:
         "part": part_of(model),
         "decoder": asdict(config) if isinstance(config := getattr(model, "config", None), DecoderConfig) else None,
         "model": f"{class_of(model).__module__}.{class_of(model).__qualname__}",
+        "adapters": adapters_of(model),
         "trainable": [name for name, p in model.named_parameters() if p.requires_grad],
         "data": session.data.fingerprint,
         "optimizer": spec_to_dict(session.spec, session.optimizer),
@@ -125,6 +133,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     # a recipe that differs only in what is kept of decoded weights gives way to the one that was asked for
     if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
         apply_saved(model, given)
+        set_adapters(model, meta.get("adapters"))
     if meta.get("fusion") and fusion_of(model) is None:
         fuse(model, Fusion(**meta["fusion"]))
     return model
@@ -208,6 +217,7 @@ def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str,
     if trainable != meta["trainable"]:
         differing = sorted(set(trainable) ^ set(meta["trainable"]))
         raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
+    check_adapters(meta.get("adapters"), session.model)
 
 
 def _saved_recipe(meta: Mapping[str, Any], name: str = "recipe") -> Recipe | None:

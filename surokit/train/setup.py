@@ -30,7 +30,7 @@ from surokit.optim.tensors import is_sharded
 from surokit.parallel.layout import Parallel
 from surokit.places import check_module, check_values, make_folder
 from surokit.ranks import rank_here
-from surokit.recipe import Recipe
+from surokit.recipe import Lora, Recipe
 from surokit.torch_private import forward_pre_hooks
 from surokit.train import checkpoint_files as checkpoints
 from surokit.train.errors import ResumeError
@@ -346,6 +346,7 @@ def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> n
     model.to(dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.meta["recipe"]:
         apply_saved(model, Recipe.from_dict(found.meta["recipe"]))
+    set_adapters(model, found.meta.get("adapters"))
     trainable = set(found.meta["trainable"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
@@ -360,6 +361,44 @@ def apply_saved(model: nn.Module, recipe: Recipe) -> None:
         for _, layer in recipe_layers(model):
             if isinstance(layer, OwnLayer) and layer.has_adapter and layer.storage is not None:
                 layer.adapter_fits = str(layer.storage)
+
+
+def adapters_of(model: nn.Module) -> dict[str, list[Any]]:
+    """Return rank, alpha and `adapter_fits` of each layer that has an adapter, as JSON has them."""
+    layers = (
+        (name, layer) for name, layer in recipe_layers(model) if isinstance(layer, OwnLayer) and layer.has_adapter
+    )
+    return {name: [layer.lora_rank, layer.lora_alpha, layer.adapter_fits] for name, layer in layers}
+
+
+def set_adapters(model: nn.Module, saved: Mapping[str, Sequence[Any]] | None) -> None:
+    """Give the layers the adapters of a checkpoint, which need not be those of its recipe, without their values.
+
+    saved: as of `adapters_of`; None where a checkpoint of before does not say.
+    """
+    if saved is None or adapters_of(model) == saved:
+        return
+    dtype = convert.dtype_of(model)
+    for name, layer in recipe_layers(model):
+        if not isinstance(layer, OwnLayer):
+            continue
+        if layer.has_adapter:
+            layer.remove_adapter()
+        if name in saved:
+            rank, alpha, fits = saved[name]
+            layer.add_adapter(Lora(rank, alpha), dtype if layer.storage else None)
+            layer.adapter_fits = fits
+
+
+def check_adapters(saved: Mapping[str, Sequence[Any]] | None, model: nn.Module) -> None:
+    """Raise ResumeError where the adapters of a model are scaled otherwise than those of a checkpoint."""
+    for name, (rank, alpha, _) in adapters_of(model).items():
+        there = (saved or {}).get(name)
+        if there is not None and [rank, alpha] != there[:2]:
+            raise ResumeError(
+                f"{name} has an adapter of rank {rank} and alpha {alpha:g}, and in the checkpoint one of {there[0]} and "
+                f"{there[1]:g}: load the adapter that the run was started with."
+            )
 
 
 def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:

@@ -26,6 +26,7 @@ from surokit.applied import fusion_of
 from surokit.runs.status import read_status
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session, checkpointing
 from surokit.train import checkpoint_files as checkpoints
+from surokit.train.exporting import export
 from tests.refusals import refused, warned
 from tests.train.test_session import Trap
 from tests.train.test_stream import SOURCES, Loader
@@ -627,6 +628,43 @@ class TestDecoder:
         )
         again = Session.resume(tmp_path / "run", data=make_batches())
         assert_same_state(session, again)
+
+    @pytest.mark.parametrize(
+        "own",
+        [sk.BF16.lora(rank=4), sk.BF16.lora(rank=2, targets=("v_proj",)), sk.QFP8, None],
+        ids=["another alpha", "other layers", "quantized", "no recipe"],
+    )
+    def test_an_adapter_that_was_loaded(self, own: sk.Recipe | None, tmp_path: Path) -> None:
+        """Its rank, its alpha and its layers are not those of the recipe."""
+        source = self.make()
+        sk.apply(source, sk.BF16.lora(rank=4, alpha=8, targets=("q_proj", "down_proj")))
+        sk.save_adapter(source, tmp_path / "adapter")
+
+        def fresh() -> nn.Module:
+            model = self.make()
+            if own is not None:
+                sk.apply(model, own)
+            sk.load_adapter(model, tmp_path / "adapter")
+            return model
+
+        session = make_session(fresh(), run_dir=tmp_path / "run")
+        session.run(2)
+        session.save()
+        export(tmp_path / "run", tmp_path / "exported", base="base")
+        settings = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
+        assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+        assert settings["target_modules"] == ["down_proj", "q_proj"]
+        plain = None if own is None else self.make()  # gets recipe and adapters
+        for given in (plain, fresh(), None):
+            again = Session.resume(tmp_path / "run", given, data=make_batches())
+            assert again.evaluate(make_batches()) == session.evaluate(make_batches())
+        session.run(2)
+        again.run(2)
+        assert_same_state(session, again)
+        other = fresh()
+        other.get_submodule("model.layers.0.self_attn.q_proj").lora_alpha = 32.0  # type: ignore[assignment]
+        with refused(ResumeError):
+            Session.resume(tmp_path / "run", other, data=make_batches())
 
     def test_fork_evaluate_and_summary(self) -> None:
         session = make_session(self.make(), recipe="bf16", eval=make_batches(2, seed=7), eval_every=2)
