@@ -458,7 +458,8 @@ def with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
 
 def computable(batch: Batch, weight: Tensor) -> Batch:
     """Return a part whose mean loss is finite, for one of weight 0, in which no label counts: its tokens are the labels then. So
-    every process takes part in every forward and backward, with something to learn or not. Nothing waits for the device."""
+    every process takes part in every forward and backward, with something to learn or not, and labels on a GPU need not be looked
+    at. Nothing waits for the device."""
     return {**batch, "labels": torch.where(weight > 0, batch["labels"], batch["input_ids"])}
 
 
