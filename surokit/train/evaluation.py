@@ -80,8 +80,10 @@ def sample(
     ids = list(chosen.encode(prompt))
     if not ids:
         raise ValueError("The prompt has no tokens: give at least a word.")
-    most = _at_most(max_new_tokens, 64, session, ids)
-    return str(chosen.decode(ids + _continued(session, ids, most, temperature, seed)))
+    opening = getattr(chosen, "opening_id", None)  # with which every text begins that is trained on
+    prompt_ids = ids if opening in (None, ids[0]) else [opening, *ids]
+    most = _at_most(max_new_tokens, 64, session, prompt_ids)
+    return str(chosen.decode(ids + _continued(session, prompt_ids, most, temperature, seed)))
 
 
 def chat(

@@ -23,6 +23,7 @@ from torch import nn
 
 import surokit as sk
 from surokit.applied import fusion_of
+from surokit.data import Tokenizer
 from surokit.runs.status import read_status
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session, checkpointing
 from surokit.train import checkpoint_files as checkpoints
@@ -712,6 +713,23 @@ class TestDecoder:
         assert session.sample("a b", max_new_tokens=2).startswith("a b")
         with refused(TypeError):
             session.sample("abc", tokenizer=Letters())
+
+    def test_a_sample_begins_as_the_texts_that_were_trained_on(self) -> None:
+        words = {word: i for i, word in enumerate(["<s>", "</s>", *(f"w{i}" for i in range(2, VOCAB))])}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        backend.add_special_tokens(["<s>", "</s>"])
+        backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer = Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+        data = sk.text(["w5 w6"] * 8, tokenizer, length=4, batch=2)
+        assert next(iter(data))["input_ids"][0].tolist() == [0, 5, 6, 1]
+        session = make_session(self.make(), data)
+        for parameter in session.model.eval().parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+        opened, bare = (sk.generate(session.model, torch.tensor([ids]), 6)[0] for ids in ([0, 5, 6], [5, 6]))
+        sample = session.sample("w5 w6", 6)
+        assert sample == tokenizer.decode(opened[1:]) != tokenizer.decode(bare)
+        assert session.sample("<s> w5 w6", 6) == "<s> " + sample
 
     def test_text_to_sample(self, tmp_path: Path) -> None:
         """Text in, steps, a checkpoint in the middle of an epoch, and text out."""
