@@ -342,7 +342,8 @@ def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> n
         )
     model: nn.Module = Decoder(DecoderConfig(**shape) if shape else DecoderConfig.from_hf(of_hf or {}))
     dtypes = found.meta["dtypes"].values()
-    dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
+    known = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    dtype = next((d for d in known if str(d) in dtypes), torch.float32)
     model.to(dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.meta["recipe"]:
         apply_saved(model, Recipe.from_dict(found.meta["recipe"]))

@@ -620,6 +620,16 @@ class TestDecoder:
             run.run(2)
         assert_same_state(session, again)
 
+    def test_in_float64(self, tmp_path: Path) -> None:
+        session = make_session(self.make().double(), run_dir=tmp_path / "run")
+        session.run(2)
+        session.save()
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert next(again.model.parameters()).dtype == torch.float64
+        assert_same_state(session, again)
+        exported = load_file(export(tmp_path / "run", tmp_path / "exported") / "model.safetensors")
+        assert all(torch.equal(exported[name], p) for name, p in again.model.named_parameters())
+
     def test_a_checkpoint_of_before_has_the_shape_in_config_json_alone(self, tmp_path: Path) -> None:
         session = make_session(self.make(), run_dir=tmp_path / "run")
         session.run(1)
