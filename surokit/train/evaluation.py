@@ -15,7 +15,7 @@ from surokit.data import Tokenizer, check_vocabulary, load_tokenizer
 from surokit.data.batches import Batches
 from surokit.data.conversations import prompt_for_reply
 from surokit.train.random_state import seeded
-from surokit.train.setup import loss_of, targets_in
+from surokit.train.setup import explained_entries, loss_of, targets_in
 from surokit.train.stream import Batch
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
             session.vocabulary.check(batch)
             there = session.to_device(batch)
             targets = targets_in(there) * counts
-            with session.vocabulary.explains(batch):
+            with session.vocabulary.explains(batch), explained_entries(session.model, batch):
                 loss = loss_of(session.engine.retry_on_oom(session.model, **there))
             # a batch without labels has a mean of nothing
             total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)

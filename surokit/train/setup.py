@@ -90,19 +90,47 @@ def check_settings(
 def _check_forward(model: nn.Module) -> None:
     """Raise TypeError for a model whose forward does not take what a batch holds; one that handles the call before forward is
     trusted."""
-    if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
-        return
-    try:
-        taken = inspect.signature(model.forward, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # forward is not written in Python
-        return
-    named = {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    if not {"input_ids", "labels"} <= named and all(p.kind != p.VAR_KEYWORD for p in taken):
+    taken = _parameters(model)
+    if taken is not None and not {"input_ids", "labels"} <= _names(taken):
         raise TypeError(
             f"Session trains a model whose forward(input_ids=..., labels=...) returns an object with .loss, and that of this "
             f"{type(model).__name__} takes {', '.join(p.name for p in taken) or 'nothing'}: put it in a module that does, or keep "
             "your own loop and watch it with surokit.Live()."
         )
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
+    """Return the parameters of forward; None where it takes arguments of any name, or nobody knows which."""
+    if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
+        return None
+    try:
+        taken = list(inspect.signature(model.forward, follow_wrapped=False).parameters.values())
+    except (TypeError, ValueError):  # forward is not written in Python
+        return None
+    return None if any(p.kind == p.VAR_KEYWORD for p in taken) else taken
+
+
+def _names(taken: Sequence[inspect.Parameter]) -> set[str]:
+    return {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+@contextmanager
+def explained_entries(model: nn.Module, *batches: Batch) -> Iterator[None]:
+    """Raise TypeError that names them, for a forward in the block that failed since it does not take all entries of a batch."""
+    try:
+        yield
+    except TypeError as error:
+        taken = _parameters(model) or []
+        strays = dict.fromkeys(name for batch in batches for name in batch if name not in _names(taken))
+        if not taken or not strays:
+            raise
+        named, known = ", ".join(strays), ", ".join(p.name for p in taken)
+        remedy = f"leave {named} out"
+        if "attention_mask" in strays:  # of a collator of transformers
+            remedy += ", set labels to -100 where the mask is 0, pad at the right, and tell texts in a row apart by position_ids"
+        raise TypeError(
+            f"The batch holds {named}, and the forward of {type(model).__name__} takes {known}: {remedy}."
+        ) from error
 
 
 def check_alone(model: nn.Module, parallel: Any) -> None:

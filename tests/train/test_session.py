@@ -274,6 +274,26 @@ class TestStep:
 
         make_session(Anything()).run(1)
 
+    @pytest.mark.parametrize("more", ["attention_mask", "weights"])
+    def test_an_entry_that_the_model_does_not_take(self, more: str) -> None:
+        """In a step and in an evaluation; those that it takes are handed on, and another error stays what it is."""
+        config = sk.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, vocab=VOCAB, ffn=24)
+        batches = [{**b, "position_ids": torch.arange(12).expand(4, 12)} for b in make_batches(2)]
+        batches[1][more] = torch.ones(4, 12, dtype=torch.int64)
+        session = make_session(sk.Decoder(config), batches)
+        with refused(TypeError):
+            session.run(2)
+        assert session.steps == 1
+        with refused(TypeError):
+            session.evaluate(batches)
+
+        class Wrong(Toy):
+            def forward(self, input_ids: Tensor, labels: Tensor | None = None, **more: Tensor) -> Any:
+                raise TypeError("of its own")
+
+        with refused(TypeError):
+            make_session(Wrong(), batches).run(1)
+
     def test_whoever_changes_the_call_is_trusted_with_it(self) -> None:
         class Plain(Toy):
             def forward(self, x: Tensor) -> Any:  # type: ignore[override]
