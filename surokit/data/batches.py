@@ -219,10 +219,14 @@ class Batches:
 
     # Derived ---------------------------------------------------------------------------------------------------------
 
-    def fork(self) -> Self:
-        """Return an independent reader of the same tokens, at the same position."""
+    def fork(self, restarts: bool = False) -> Self:
+        """Return an independent reader of the same tokens, at the same position.
+
+        restarts: every loop over it starts at the first batch of the first epoch, as those over a held-out half do.
+        """
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
+        twin._restarts |= restarts
         return twin
 
     def split(self, held_out: float = 0.05) -> tuple[Self, Self]:

@@ -143,10 +143,11 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             raise CheckpointError(f"{folder / WEIGHTS} holds no adapter weights.")
         model.requires_grad_(False)
         dtype = convert.dtype_of(model)
-        for name in sorted(names):
-            layer = layers[name]
+        for name, layer in layers.items():
             if layer.has_adapter:
                 layer.remove_adapter()
+            if name not in names:
+                continue
             layer.add_adapter(lora, dtype if layer.storage else None)
             _read(layer, *(tensors[f"{_PREFIX}{names[name]}{suffix}"] for suffix in _SUFFIXES))
             layer.adapter_fits = tensors.metadata.get(_MADE_FOR, "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,9 @@ def _fetch(repo_id: str) -> Path:
     online = hub.reachable()
     try:
         config = hub.fetch(repo_id, "config.json", online=online)
+        if read_json(config).get("quantization_config") is None:
+            with suppress(EntryNotFoundError):
+                hub.fetch(repo_id, SIDECAR, online=online)
         try:
             hub.fetch(repo_id, SINGLE, online=online)
         except EntryNotFoundError:

@@ -113,7 +113,9 @@ class DecoderConfig:
     dense_layers: tuple[int, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name in ("dense_layers", "window_layers", "eos_id"):  # JSON has lists
+            if not isinstance(value := getattr(self, name), int | None):
+                object.__setattr__(self, name, tuple(value))
         for name in (
             "layers",
             "width",

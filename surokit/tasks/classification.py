@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from surokit.statistics import Interval, percentile_interval
 from surokit.tasks.grading import IGNORED, Batch, Score, Task, asked, placed
 from surokit.tasks.problems import is_test
 
+TAIL = "\nlabel:"  # behind the sentences, before the word
 RESAMPLES = 2000
 TESTS_AT_ONCE = 32  # the logits of a large vocabulary take room: 32 x 128 x 128,000 of them are 1 GiB in bfloat16
 
@@ -224,7 +225,7 @@ class Classification(Task):
     def _tokenized(self, rows: Sequence[Row]) -> _Tokenized:
         """Return rows as tokens: what is shown, and right behind it the label's word."""
         opening = [] if self.tokenizer.opening_id is None else [self.tokenizer.opening_id]
-        tail = self.tokenizer.encode("\nlabel:")
+        tail = self.tokenizer.encode(TAIL)
         names = list(rows[0].sentences)
         room = self._length - len(opening) - len(tail) - 1
         if room < len(names):
@@ -304,7 +305,11 @@ def _of_glue(name: str, split: str) -> tuple[GlueTask, Any, Any]:
 
 
 def _first_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    found = [tokenizer.encode(f" {word}")[0] for word in words]
+    """Return the first token of each word as it stands behind TAIL: alone, some tokenizers put a space before it."""
+    tail, found = tokenizer.encode(TAIL), []
+    for word in words:
+        ids = tokenizer.encode(f"{TAIL} {word}")
+        found.append(next(one for one, before in zip_longest(ids, tail) if one != before))
     if len(set(found)) < len(found):
         raise ValueError(
             f"The words {', '.join(words)} do not all begin with a token of their own in this tokenizer ({tokenizer.name}): give "

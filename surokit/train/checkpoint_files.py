@@ -3,7 +3,7 @@
     run_dir/checkpoints/step-000123/
         model.safetensors   every tensor of the model's state_dict, adapters included, tied ones once
         state.pt            optimizer, data position, random states, delayed-scaling state
-        config.json         the model's own configuration, where it has one
+        config.json         the model's configuration as Hugging Face has it, where it can be said so
         session.json        step, recipe, settings, what the data was, environment, size and CRC-32 of every file
 
 Where several processes train a sharded model, all of them write, and its tensors and the optimizer's are in other files:
@@ -83,7 +83,7 @@ class Checkpoint:
         return int(self.meta.get("ranks", 1))
 
     def config(self) -> dict[str, Any] | None:
-        """Return the model's configuration, None where the model had none."""
+        """Return the model's configuration as Hugging Face has it, None where that cannot say it."""
         path = self.path / _CONFIG
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -94,7 +94,7 @@ class Content:
 
     tensors: the model's by name; of a model that is sharded, and then with the optimizer's, as Parts. tied: names that stand for
     another. state: the same in all processes; the first one writes it. own: this process's, None where it is alone.
-    meta: JSON data with "step". config: the model's own configuration, where it has one.
+    meta: JSON data with "step". config: the model's configuration as Hugging Face has it, where it can be said so.
     """
 
     tensors: Mapping[str, Tensor | Part]

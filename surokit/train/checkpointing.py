@@ -11,6 +11,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.applied import fusion_of, note_recipe, part_of, recipe_of
+from surokit.errors import CheckpointError
 from surokit.fusion import Fusion
+from surokit.models.config import DecoderConfig
 from surokit.models.fuse import fuse
 from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
 from surokit.optim.spec import spec_from_dict, spec_to_dict
@@ -39,7 +42,14 @@ from surokit.train.resharding import (
     optimizer_parts,
     parameters_by_name,
 )
-from surokit.train.setup import apply_saved, check_recipe, rebuild_model
+from surokit.train.setup import (
+    adapters_of,
+    apply_saved,
+    check_adapters,
+    check_recipe,
+    rebuild_model,
+    set_adapters,
+)
 from surokit.train.switching import go_over
 from surokit.units import counted
 
@@ -59,8 +69,6 @@ def content_of(session: Session, peers: Peers) -> checkpoints.Content:
         own = {"random": random, "data": data, "fingerprint": session.data.fingerprint, "scaling": scaling}
     if not sharded and not peers.is_first:
         return checkpoints.Content({}, {}, {}, {"step": session.steps}, own=own)
-    config = getattr(model, "config", None)
-    to_hf = getattr(config, "to_hf", None)
     state = {"scaling": scaling, "data": data}
     tensors: dict[str, Any]
     if sharded:
@@ -73,8 +81,16 @@ def content_of(session: Session, peers: Peers) -> checkpoints.Content:
         dtypes = checkpoints.dtypes_of(tensors)
         state |= {"optimizer": session.optimizer.state_dict(), "random": random}
     return checkpoints.Content(
-        tensors, tied, state, _meta(session), to_hf() if to_hf else None, own, sharded=sharded, dtypes=dtypes
+        tensors, tied, state, _meta(session), _config_of_hf(model), own, sharded=sharded, dtypes=dtypes
     )
+
+
+def _config_of_hf(model: nn.Module) -> dict[str, Any] | None:
+    """Return the model's configuration as Hugging Face has it; None where it has none, or no family there can express it."""
+    to_hf = getattr(getattr(model, "config", None), "to_hf", None)
+    with suppress(CheckpointError):
+        return dict(to_hf()) if to_hf else None
+    return None
 
 
 def _meta(session: Session) -> dict[str, Any]:
@@ -89,7 +105,9 @@ def _meta(session: Session) -> dict[str, Any]:
         "recipe": session.recipe.to_dict() if session.recipe else None,
         "began_with": session.began_with.to_dict() if session.began_with else None,
         "part": part_of(model),
+        "decoder": asdict(config) if isinstance(config := getattr(model, "config", None), DecoderConfig) else None,
         "model": f"{class_of(model).__module__}.{class_of(model).__qualname__}",
+        "adapters": adapters_of(model),
         "trainable": [name for name, p in model.named_parameters() if p.requires_grad],
         "data": session.data.fingerprint,
         "optimizer": spec_to_dict(session.spec, session.optimizer),
@@ -115,6 +133,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     # a recipe that differs only in what is kept of decoded weights gives way to the one that was asked for
     if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
         apply_saved(model, given)
+        set_adapters(model, meta.get("adapters"))
     if meta.get("fusion") and fusion_of(model) is None:
         fuse(model, Fusion(**meta["fusion"]))
     return model
@@ -198,6 +217,7 @@ def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str,
     if trainable != meta["trainable"]:
         differing = sorted(set(trainable) ^ set(meta["trainable"]))
         raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
+    check_adapters(meta.get("adapters"), session.model)
 
 
 def _saved_recipe(meta: Mapping[str, Any], name: str = "recipe") -> Recipe | None:

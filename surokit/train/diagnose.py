@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from surokit.train.setup import computable, targets_in
 from surokit.train.stream import Batch
 
 Kind = Literal["weight", "activation", "loss", "gradient", "weight gradient", "not reproduced", "not replayed"]
@@ -57,6 +58,8 @@ def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int) -> Fin
             return Finding(step, "weight", name)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found: list[Finding] = []
+    if len(batches) > 1:  # as the step computed them
+        batches = [computable(batch, targets_in(batch)) for batch in batches]
     try:
         for batch in batches:
             model.zero_grad(set_to_none=True)

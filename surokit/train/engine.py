@@ -185,8 +185,6 @@ class Engine:
         targets, weights = self.weights(parts)
         if weights is None:
             return mean_over(self.part(parts[0]).float(), targets), targets
-        if self.spread.processes.are_several:
-            parts = [computable(part, weight) for part, weight in zip(parts, weights)]
         mean = torch.zeros((), device=self.device)
         for i, (part, weight) in enumerate(zip(parts, weights)):
             with self.spread.accumulating(last=i == len(parts) - 1):
@@ -206,6 +204,8 @@ class Engine:
     def part(self, batch: Batch, weight: Tensor | None = None) -> Tensor:
         """Run forward and backward of one part; return its loss, weighted and detached."""
         assert self.forward is not None
+        if weight is not None:
+            batch = computable(batch, weight)
         loss = loss_of(self.forward(**batch))
         if not loss.requires_grad:
             raise RuntimeError(NO_GRADIENT)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surokit.data import Tokenizer, check_vocabulary, load_tokenizer
+from surokit.data.batches import Batches
 from surokit.data.conversations import prompt_for_reply
 from surokit.nn.evaluating import evaluating
 from surokit.train.random_state import seeded
-from surokit.train.setup import loss_of, targets_in
+from surokit.train.setup import explained_entries, loss_of, targets_in
 from surokit.train.stream import Batch
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ class Evaluation:
 
 
 def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
-    """Return the loss on `source` between two steps; waits for the device."""
+    """Return the loss on `source` between two steps, of our data on the same batches each time; waits for the device."""
+    if isinstance(source, Batches):
+        source = source.fork(restarts=True)
     began = time.perf_counter()
     device = session.device
     total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
@@ -44,7 +47,7 @@ def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
             session.vocabulary.check(batch)
             there = session.to_device(batch)
             targets = targets_in(there) * counts
-            with session.vocabulary.explains(batch):
+            with session.vocabulary.explains(batch), explained_entries(session.model, batch):
                 loss = loss_of(session.engine.retry_on_oom(session.model, **there))
             # a batch without labels has a mean of nothing
             total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
@@ -78,8 +81,10 @@ def sample(
     ids = list(chosen.encode(prompt))
     if not ids:
         raise ValueError("The prompt has no tokens: give at least a word.")
-    most = _at_most(max_new_tokens, 64, session, ids)
-    return str(chosen.decode(ids + _continued(session, ids, most, temperature, seed)))
+    opening = getattr(chosen, "opening_id", None)  # with which every text begins that is trained on
+    prompt_ids = ids if opening in (None, ids[0]) else [opening, *ids]
+    most = _at_most(max_new_tokens, 64, session, prompt_ids)
+    return str(chosen.decode(ids + _continued(session, prompt_ids, most, temperature, seed)))
 
 
 def chat(

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from surokit.models.adapter import save_adapter
 from surokit.models.checkpoint import save
-from surokit.nn.experts import ExpertsLinear
-from surokit.nn.linear import Linear
 from surokit.train import checkpoint_files as checkpoints
 from surokit.train.peers import ALONE
 from surokit.train.resharding import divided_tensors, load_model
-from surokit.train.setup import rebuild_model
+from surokit.train.setup import adapters_of, rebuild_model
 
 
 def export(run: str | Path, folder: str | Path, base: str | None = None, shard_gib: float = 5.0) -> Path:
@@ -28,6 +26,6 @@ def export(run: str | Path, folder: str | Path, base: str | None = None, shard_g
         load_model(found, model, divided_tensors(found.path), ALONE)
     else:
         checkpoints.load_model(found, model)
-    if any(isinstance(m, Linear | ExpertsLinear) and m.has_adapter for m in model.modules()):
+    if adapters_of(model):
         return save_adapter(model, folder, base)
     return save(model, folder, shard_gib)

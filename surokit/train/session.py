@@ -72,6 +72,7 @@ from surokit.train.setup import (
     check_settings,
     claim_folder,
     device_of,
+    explained_entries,
     note_beginning,
     options_for_documents,
     parts_of,
@@ -395,6 +396,7 @@ class Session(Trainer):
                 watched = self.measuring.watched(self.engine, self.steps + 1, parts)
                 with (
                     self.vocabulary.explains(*batches),
+                    explained_entries(self.model, *batches),
                     watched,
                     self._compilation(parts),
                     dropped_on_error(self.optimizer),

@@ -30,7 +30,7 @@ from surokit.optim.tensors import is_sharded
 from surokit.parallel.layout import Parallel
 from surokit.places import check_module, check_values, make_folder
 from surokit.ranks import rank_here
-from surokit.recipe import Recipe
+from surokit.recipe import Lora, Recipe
 from surokit.torch_private import forward_pre_hooks
 from surokit.train import checkpoint_files as checkpoints
 from surokit.train.errors import ResumeError
@@ -90,19 +90,47 @@ def check_settings(
 def _check_forward(model: nn.Module) -> None:
     """Raise TypeError for a model whose forward does not take what a batch holds; one that handles the call before forward is
     trusted."""
-    if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
-        return
-    try:
-        taken = inspect.signature(model.forward, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # forward is not written in Python
-        return
-    named = {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    if not {"input_ids", "labels"} <= named and all(p.kind != p.VAR_KEYWORD for p in taken):
+    taken = _parameters(model)
+    if taken is not None and not {"input_ids", "labels"} <= _names(taken):
         raise TypeError(
             f"Session trains a model whose forward(input_ids=..., labels=...) returns an object with .loss, and that of this "
             f"{type(model).__name__} takes {', '.join(p.name for p in taken) or 'nothing'}: put it in a module that does, or keep "
             "your own loop and watch it with surokit.Live()."
         )
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
+    """Return the parameters of forward; None where it takes arguments of any name, or nobody knows which."""
+    if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
+        return None
+    try:
+        taken = list(inspect.signature(model.forward, follow_wrapped=False).parameters.values())
+    except (TypeError, ValueError):  # forward is not written in Python
+        return None
+    return None if any(p.kind == p.VAR_KEYWORD for p in taken) else taken
+
+
+def _names(taken: Sequence[inspect.Parameter]) -> set[str]:
+    return {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+@contextmanager
+def explained_entries(model: nn.Module, *batches: Batch) -> Iterator[None]:
+    """Raise TypeError that names them, for a forward in the block that failed since it does not take all entries of a batch."""
+    try:
+        yield
+    except TypeError as error:
+        taken = _parameters(model) or []
+        strays = dict.fromkeys(name for batch in batches for name in batch if name not in _names(taken))
+        if not taken or not strays:
+            raise
+        named, known = ", ".join(strays), ", ".join(p.name for p in taken)
+        remedy = f"leave {named} out"
+        if "attention_mask" in strays:  # of a collator of transformers
+            remedy += ", set labels to -100 where the mask is 0, pad at the right, and tell texts in a row apart by position_ids"
+        raise TypeError(
+            f"The batch holds {named}, and the forward of {type(model).__name__} takes {known}: {remedy}."
+        ) from error
 
 
 def check_alone(model: nn.Module, parallel: Any) -> None:
@@ -334,17 +362,20 @@ def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> n
     is given."""
     from surokit.models.decoder import Decoder, DecoderConfig
 
-    config = found.config()
-    if config is None or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
+    # a checkpoint of before has only what Hugging Face can say
+    shape, of_hf = found.meta.get("decoder"), found.config()
+    if (shape is None and of_hf is None) or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
         raise ResumeError(
             f"The checkpoint's model is a {found.meta['model']}, which only you can make: pass model= to resume()."
         )
-    model: nn.Module = Decoder(DecoderConfig.from_hf(config))
+    model: nn.Module = Decoder(DecoderConfig(**shape) if shape else DecoderConfig.from_hf(of_hf or {}))
     dtypes = found.meta["dtypes"].values()
-    dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
+    known = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    dtype = next((d for d in known if str(d) in dtypes), torch.float32)
     model.to(dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.meta["recipe"]:
         apply_saved(model, Recipe.from_dict(found.meta["recipe"]))
+    set_adapters(model, found.meta.get("adapters"))
     trainable = set(found.meta["trainable"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
@@ -359,6 +390,44 @@ def apply_saved(model: nn.Module, recipe: Recipe) -> None:
         for _, layer in recipe_layers(model):
             if isinstance(layer, OwnLayer) and layer.has_adapter and layer.storage is not None:
                 layer.adapter_fits = str(layer.storage)
+
+
+def adapters_of(model: nn.Module) -> dict[str, list[Any]]:
+    """Return rank, alpha and `adapter_fits` of each layer that has an adapter, as JSON has them."""
+    layers = (
+        (name, layer) for name, layer in recipe_layers(model) if isinstance(layer, OwnLayer) and layer.has_adapter
+    )
+    return {name: [layer.lora_rank, layer.lora_alpha, layer.adapter_fits] for name, layer in layers}
+
+
+def set_adapters(model: nn.Module, saved: Mapping[str, Sequence[Any]] | None) -> None:
+    """Give the layers the adapters of a checkpoint, which need not be those of its recipe, without their values.
+
+    saved: as of `adapters_of`; None where a checkpoint of before does not say.
+    """
+    if saved is None or adapters_of(model) == saved:
+        return
+    dtype = convert.dtype_of(model)
+    for name, layer in recipe_layers(model):
+        if not isinstance(layer, OwnLayer):
+            continue
+        if layer.has_adapter:
+            layer.remove_adapter()
+        if name in saved:
+            rank, alpha, fits = saved[name]
+            layer.add_adapter(Lora(rank, alpha), dtype if layer.storage else None)
+            layer.adapter_fits = fits
+
+
+def check_adapters(saved: Mapping[str, Sequence[Any]] | None, model: nn.Module) -> None:
+    """Raise ResumeError where the adapters of a model are scaled otherwise than those of a checkpoint."""
+    for name, (rank, alpha, _) in adapters_of(model).items():
+        there = (saved or {}).get(name)
+        if there is not None and [rank, alpha] != there[:2]:
+            raise ResumeError(
+                f"{name} has an adapter of rank {rank} and alpha {alpha:g}, and in the checkpoint one of {there[0]} and "
+                f"{there[1]:g}: load the adapter that the run was started with."
+            )
 
 
 def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:
@@ -418,7 +487,8 @@ def with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
 
 def computable(batch: Batch, weight: Tensor) -> Batch:
     """Return a part whose mean loss is finite, for one of weight 0, in which no label counts: its tokens are the labels then. So
-    every process takes part in every forward and backward, with something to learn or not. Nothing waits for the device."""
+    every process takes part in every forward and backward, with something to learn or not, and labels on a GPU need not be looked
+    at. Nothing waits for the device."""
     return {**batch, "labels": torch.where(weight > 0, batch["labels"], batch["input_ids"])}
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,8 @@ class Stream:
                         return []
                     item = self._from_source()
                     assert item is not None
+                if not self._taken:
+                    self._before = self._at  # in the epoch that the first batch may have begun
                 self._at = item[1]
                 self._taken.append(item)
         except BaseException:
@@ -257,6 +259,8 @@ class Stream:
         """Put back the random states of an epoch that the last draw began, so that the same batches come again."""
         if not _stateful(self.source):
             self._returned.clear()  # the position is before them
+            if self._at.start is self._begun:
+                self._at = self._at._replace(start={})
         if self._begun is not None:
             self._put(self._begun)
 
@@ -291,6 +295,9 @@ class Stream:
                         f"The data ends after {done} batches and the checkpoint was made after {self.index}: "
                         "resume with the data that the run was started with."
                     )
+                if not self.index and not _stateful(self.source):
+                    # a loader's sampler draws when the first batch is asked for
+                    self._iterator = chain(list(islice(self._iterator, 1)), self._iterator)
 
 
 class _Replayed:

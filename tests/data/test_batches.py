@@ -156,6 +156,15 @@ def test_a_fork_goes_on_from_here_and_on_its_own():
     assert rows(twin) == rows(data) == rows(numbered(8, 2))[1:]
 
 
+def test_a_fork_that_restarts_begins_each_loop_anew():
+    data = numbered(8, 2)
+    rows(data)
+    next(iter(data))
+    twin, position = data.fork(restarts=True), data.state_dict()
+    assert rows(twin) == rows(twin) == rows(numbered(8, 2))
+    assert data.state_dict() == position
+
+
 @pytest.mark.parametrize(
     "state",
     [{}, {"epoch": 0}, {"epoch": "x", "index": 0, "fingerprint": ""}, {"epoch": None, "index": 0, "fingerprint": ""}],

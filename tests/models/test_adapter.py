@@ -70,9 +70,14 @@ def test_adapter_goes_round_and_replaces_another(adapted, ids, tmp_path):
     ours, _ = adapted
     logits = ours(ids).logits
     save_adapter(ours, tmp_path / "adapter")
-    again = load(tmp_path / "base", dtype=torch.float32, device="cpu", recipe=sk.BF16.lora(rank=2, targets=("q_proj",)))
+    other = sk.BF16.lora(rank=2, targets=("q_proj", "o_proj"))
+    again = load(tmp_path / "base", dtype=torch.float32, device="cpu", recipe=other)
+    for name, parameter in again.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
     load_adapter(again, tmp_path / "adapter")
     torch.testing.assert_close(again(ids).logits, logits)
+    assert {name for name, _ in again.named_parameters()} == {name for name, _ in ours.named_parameters()}
 
 
 def test_transformers_model_that_we_adapted(adapted, ids, tmp_path):

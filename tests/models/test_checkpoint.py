@@ -2,9 +2,11 @@
 
 import json
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -249,12 +251,20 @@ def test_hub_ids(tmp_path, monkeypatch):
         asked.append((repo_id, filename, online))
         if not online:
             raise OSError("not in the cache")
+        if not (tmp_path / filename).exists():
+            raise LocalEntryNotFoundError(filename)
         return tmp_path / filename
 
     monkeypatch.setattr(hub, "fetch", fetch)
     monkeypatch.setattr(hub, "reachable", lambda: True)
     load("someone/tiny-llama", device="cpu")
-    assert asked == [("someone/tiny-llama", name, True) for name in ("config.json", "model.safetensors")]
+    files = ("config.json", "hf_quant_config.json", "model.safetensors")
+    assert asked == [("someone/tiny-llama", name, True) for name in files]
+    asked.clear()
+    edit(tmp_path, quantization_config={"quant_method": "fp8"})  # ModelOpt's own file would say the same
+    with suppress(CheckpointError):
+        load("someone/tiny-llama", device="cpu")
+    assert [name for _, name, _ in asked] == ["config.json", "model.safetensors"]
     monkeypatch.setattr(hub, "reachable", lambda: False)
     with refused(FileNotFoundError):
         load("someone/tiny-llama")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import surokit as sk
+from surokit import hub
 from surokit.errors import CheckpointError
 from surokit.models.checkpoint import load, save
 from surokit.models.layouts import layout_for
@@ -242,7 +244,7 @@ def test_a_tied_head_may_be_quantized_in_the_file(tmp_path, ids):
     assert torch.equal(load(folder, device="cpu")(ids).logits, model(ids).logits)
 
 
-def test_a_modelopt_export_with_calibrated_scales_and_only_its_own_file(tmp_path, ids):
+def test_a_modelopt_export_with_calibrated_scales_and_only_its_own_file(tmp_path, ids, monkeypatch):
     model, folder = stored(tmp_path, sk.QFP4.storage)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -257,6 +259,11 @@ def test_a_modelopt_export_with_calibrated_scales_and_only_its_own_file(tmp_path
     sidecar["quantization"]["quant_algo"] = "NVFP4"
     (folder / "hf_quant_config.json").write_text(json.dumps(sidecar))
     assert torch.equal(load(folder, device="cpu")(ids).logits, model(ids).logits)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(hub, "reachable", lambda: True)
+    monkeypatch.setattr(hub, "fetch", lambda repo_id, name, online: Path(shutil.copy(folder / name, cache)))
+    assert torch.equal(load("someone/tiny-nvfp4", device="cpu")(ids).logits, model(ids).logits)
 
 
 def test_a_model_saved_unquantized_leaves_no_word_of_the_quantization(tmp_path, ids):

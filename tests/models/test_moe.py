@@ -20,6 +20,7 @@ from surokit.models.decoder import MLP, Decoder, DecoderConfig
 from surokit.models.sparse import Routed, SparseMLP
 from surokit.nn import experts as module_of_experts
 from surokit.nn.experts import ExpertsLinear, GatedExperts, Routing, adopt_experts, is_experts
+from surokit.train.exporting import export
 from surokit.widgets.picture import expert_lines, picture, summary_text
 from surokit.widgets.records_tail import Reader
 from surokit.widgets.state import PanelState
@@ -547,6 +548,30 @@ def test_a_checkpoint_of_a_session_is_resumed(tmp_path):
     assert all(torch.equal(p, run.model.get_parameter(name)) for name, p in again.model.named_parameters())
     a, b = run.step(batches()[1]), again.step(batches()[1])
     assert a.loss == b.loss
+
+
+@pytest.mark.parametrize("alpha", [8, 32])
+def test_a_run_whose_only_adapters_are_on_experts_is_resumed_and_exported(alpha, tmp_path):
+    """Also where they were loaded, with another alpha than the recipe's."""
+    recipe = sk.BF16.lora(rank=2, targets=("gate_up_proj", "down_proj"))
+    source = made(qk_norm=True)
+    sk.apply(source, sk.BF16.lora(rank=2, alpha=alpha, targets=("gate_up_proj", "down_proj")))
+    sk.save_adapter(source, tmp_path / "adapter")
+    model = made(qk_norm=True)
+    sk.apply(model, recipe)
+    sk.load_adapter(model, tmp_path / "adapter")
+    run = session(model, run_dir=tmp_path / "run")
+    run.step(batches()[0])
+    run.save()
+    again = sk.Session.resume(tmp_path / "run", data=batches())
+    assert run.step(batches()[1]).loss == again.step(batches()[1]).loss
+    again.save()
+    fresh = made(qk_norm=True)
+    sk.load_adapter(fresh, export(tmp_path / "run", tmp_path / "exported"))
+    trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 2
+    assert all(torch.equal(p, fresh.get_parameter(name)) for name, p in trained.items())
+    assert fresh(**batches()[2]).loss == run.model.eval()(**batches()[2]).loss
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it where a call is not traced

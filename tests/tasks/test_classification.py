@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from torch import nn
 
@@ -44,6 +45,25 @@ def test_a_row_is_its_sentence_and_the_word_of_its_label(tokenizer):
     assert trained["input_ids"].shape == (16, 40)
     assert ((trained["labels"] != -100).sum(1) == 1).all()
     assert "of which 1 count in the loss" in str(task.batches(16).example())
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text():
+    """As Llama 2's does, in its normalizer: each word alone begins with the token of that space."""
+    pieces = [*"▁\n:abcdefghijklmnopqrstuvwxyz", "▁n", "▁no", "▁y", "▁ye", "▁yes", "<unk>"]
+    merges = [("▁", "n"), ("▁n", "o"), ("▁", "y"), ("▁y", "e"), ("▁ye", "s")]
+    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    assert [backend.encode(f" {word}").tokens for word in ("no", "yes")] == [["▁", "▁no"], ["▁", "▁yes"]]
+    rows = [{"sentence": "good", "label": 1}, {"sentence": "bad", "label": 0}] * 4
+    task = Classification(rows, backend, test=rows[:2], length=40)
+    (batch,) = task.held_out()
+    for ids, labels, word in zip(batch["input_ids"], batch["labels"], ("yes", "no")):
+        (at,) = (labels != -100).nonzero()[0].tolist()
+        whole = backend.encode(f"\nlabel: {word}").ids  # as a text has them
+        assert ids[: at + 1].tolist()[-len(whole) :] == whole
 
 
 def test_the_longest_sentence_is_cut_first(tokenizer):

@@ -23,9 +23,11 @@ from torch import nn
 
 import surokit as sk
 from surokit.applied import fusion_of
+from surokit.data import Tokenizer
 from surokit.runs.status import read_status
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session, checkpointing
 from surokit.train import checkpoint_files as checkpoints
+from surokit.train.exporting import export
 from tests.refusals import refused, warned
 from tests.train.test_session import Trap
 from tests.train.test_stream import SOURCES, Loader
@@ -76,6 +78,26 @@ class TestContinuing:
         again = Session.resume(tmp_path / "run", fresh().model, data=SOURCES[name]())
         again.run(6)
         assert_same_state(whole, again)
+
+    @pytest.mark.parametrize("name", SOURCES)
+    def test_after_a_failed_step_that_began_an_epoch(self, name: str, tmp_path: Path) -> None:
+        def boom() -> None:
+            raise RuntimeError("out of something")
+
+        def fresh(**options: Any) -> Session:
+            torch.manual_seed(7)
+            model = Trap(options.pop("at", 0), boom)
+            model.embed, model.lm_head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+            return make_session(model, SOURCES[name](), **options)
+
+        whole, half = fresh(), fresh(at=8, run_dir=tmp_path / "run")
+        with refused(RuntimeError):
+            half.run(9)  # the eighth batch is the first of the second epoch
+        half.save()
+        twin, again = half.fork(), Session.resume(tmp_path / "run", fresh().model, data=SOURCES[name]())
+        for session, steps in ((whole, 13), (twin, 6), (again, 6), (half, 6)):
+            session.run(steps)
+            assert_same_state(whole, session)
 
     @pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise", "quartet-ii"])
     def test_with_a_recipe(self, recipe: str, tmp_path: Path) -> None:
@@ -574,6 +596,87 @@ class TestDecoder:
         assert_same_state(whole, again)
         np.testing.assert_array_equal(again.records.column("loss"), whole.records.column("loss"))
 
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            {"experts": 4, "expert_ffn": 16},
+            {"experts": 4, "dense_layers": (0,)},
+            {"sliding_window": 8, "window_layers": (1,), "eos_id": (1, 2), "mlp_bias": True},
+            {"qkv_bias": True, "head_dim": 16},
+        ],
+        ids=lambda odd: "-".join(odd),
+    )
+    def test_a_shape_that_hugging_face_has_no_word_for(self, odd: dict[str, Any], tmp_path: Path) -> None:
+        config = sk.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=VOCAB, ffn=48, **odd)
+        with pytest.raises(CheckpointError):
+            config.to_hf()
+        session = make_session(sk.Decoder(config), run_dir=tmp_path / "run")
+        session.run(2)
+        assert not (session.save() / "config.json").exists()
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert again.model.config == config
+        assert hash(again.model.config) == hash(config)
+        for run in (session, again):
+            run.run(2)
+        assert_same_state(session, again)
+
+    def test_in_float64(self, tmp_path: Path) -> None:
+        session = make_session(self.make().double(), run_dir=tmp_path / "run")
+        session.run(2)
+        session.save()
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert next(again.model.parameters()).dtype == torch.float64
+        assert_same_state(session, again)
+        exported = load_file(export(tmp_path / "run", tmp_path / "exported") / "model.safetensors")
+        assert all(torch.equal(exported[name], p) for name, p in again.model.named_parameters())
+
+    def test_a_checkpoint_of_before_has_the_shape_in_config_json_alone(self, tmp_path: Path) -> None:
+        session = make_session(self.make(), run_dir=tmp_path / "run")
+        session.run(1)
+        meta = session.save() / "session.json"
+        meta.write_text(
+            json.dumps({name: of for name, of in json.loads(meta.read_text()).items() if name != "decoder"})
+        )
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert_same_state(session, again)
+
+    @pytest.mark.parametrize(
+        "own",
+        [sk.BF16.lora(rank=4), sk.BF16.lora(rank=2, targets=("v_proj",)), sk.QFP8, None],
+        ids=["another alpha", "other layers", "quantized", "no recipe"],
+    )
+    def test_an_adapter_that_was_loaded(self, own: sk.Recipe | None, tmp_path: Path) -> None:
+        """Its rank, its alpha and its layers are not those of the recipe."""
+        source = self.make()
+        sk.apply(source, sk.BF16.lora(rank=4, alpha=8, targets=("q_proj", "down_proj")))
+        sk.save_adapter(source, tmp_path / "adapter")
+
+        def fresh() -> nn.Module:
+            model = self.make()
+            if own is not None:
+                sk.apply(model, own)
+            sk.load_adapter(model, tmp_path / "adapter")
+            return model
+
+        session = make_session(fresh(), run_dir=tmp_path / "run")
+        session.run(2)
+        session.save()
+        export(tmp_path / "run", tmp_path / "exported", base="base")
+        settings = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
+        assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+        assert settings["target_modules"] == ["down_proj", "q_proj"]
+        plain = None if own is None else self.make()  # gets recipe and adapters
+        for given in (plain, fresh(), None):
+            again = Session.resume(tmp_path / "run", given, data=make_batches())
+            assert again.evaluate(make_batches()) == session.evaluate(make_batches())
+        session.run(2)
+        again.run(2)
+        assert_same_state(session, again)
+        other = fresh()
+        other.get_submodule("model.layers.0.self_attn.q_proj").lora_alpha = 32.0  # type: ignore[assignment]
+        with refused(ResumeError):
+            Session.resume(tmp_path / "run", other, data=make_batches())
+
     def test_fork_evaluate_and_summary(self) -> None:
         session = make_session(self.make(), recipe="bf16", eval=make_batches(2, seed=7), eval_every=2)
         session.run(4)
@@ -620,6 +723,23 @@ class TestDecoder:
         assert session.sample("a b", max_new_tokens=2).startswith("a b")
         with refused(TypeError):
             session.sample("abc", tokenizer=Letters())
+
+    def test_a_sample_begins_as_the_texts_that_were_trained_on(self) -> None:
+        words = {word: i for i, word in enumerate(["<s>", "</s>", *(f"w{i}" for i in range(2, VOCAB))])}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        backend.add_special_tokens(["<s>", "</s>"])
+        backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer = Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+        data = sk.text(["w5 w6"] * 8, tokenizer, length=4, batch=2)
+        assert next(iter(data))["input_ids"][0].tolist() == [0, 5, 6, 1]
+        session = make_session(self.make(), data)
+        for parameter in session.model.eval().parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+        opened, bare = (sk.generate(session.model, torch.tensor([ids]), 6)[0] for ids in ([0, 5, 6], [5, 6]))
+        sample = session.sample("w5 w6", 6)
+        assert sample == tokenizer.decode(opened[1:]) != tokenizer.decode(bare)
+        assert session.sample("<s> w5 w6", 6) == "<s> " + sample
 
     def test_text_to_sample(self, tmp_path: Path) -> None:
         """Text in, steps, a checkpoint in the middle of an epoch, and text out."""

@@ -128,3 +128,12 @@ def test_nothing_is_left_behind() -> None:
     assert float(model.get_buffer("count")) == 0
     assert not any(m._forward_hooks or m._backward_hooks or m._backward_pre_hooks for m in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_part_without_labels_is_not_what_went_wrong() -> None:
+    """The mean over its labels is NaN in a Toy, and counts for nothing in a step of several parts."""
+    empty, other = make_batches(2)
+    empty["labels"].fill_(-100)
+    model = Toy()
+    model.hidden = BadInput(16, 16)
+    assert find_first_bad(model, [empty, other], 3).kind == "gradient"

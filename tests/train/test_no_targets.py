@@ -81,6 +81,28 @@ def test_with_graphs_as_without() -> None:
         assert np.isnan(session.records.column("loss")).tolist() == [i in (5, 6) for i in range(8)]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_part_without_labels_on_a_device_leaves_the_step_as_it_is(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host does not look there, so the part is computed, with a weight of 0; a Toy gives NaN as its mean."""
+
+    def make() -> Session:
+        batches = masked(16, range(3, 16, 4))
+        options: dict[str, Any] = {"optimizer": sk.AdamW(lr=torch.tensor(1e-2)), "schedule": None, "accumulate": 2}
+        return make_session(Toy(dropout=0), batches, **options)
+
+    left_out, there = make(), make()
+    if graphs:
+        graphed(there, Replays())
+    left_out.run(8)
+    monkeypatch.setattr("surokit.train.session.with_targets", lambda batches: batches)
+    there.run(8)
+    assert there.graphs.state == ("on" if graphs else "off")
+    assert np.isfinite(there.records.column("loss")).all()
+    assert_same_state(left_out, there)
+
+
 def test_it_is_told_everywhere(tmp_path: Path) -> None:
     session = make_session(data=masked(4, range(1, 3)), run_dir=tmp_path / "run")
     state = PanelState()

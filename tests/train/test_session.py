@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
+from surokit.data.batches import Batches
 from surokit.runs.control import RunControl
 from surokit.train import Cosine, Record, Session
 from surokit.train.stream import Batch
@@ -272,6 +273,26 @@ class TestStep:
                 return super().forward(batch["input_ids"], batch["labels"])
 
         make_session(Anything()).run(1)
+
+    @pytest.mark.parametrize("more", ["attention_mask", "weights"])
+    def test_an_entry_that_the_model_does_not_take(self, more: str) -> None:
+        """In a step and in an evaluation; those that it takes are handed on, and another error stays what it is."""
+        config = sk.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, vocab=VOCAB, ffn=24)
+        batches = [{**b, "position_ids": torch.arange(12).expand(4, 12)} for b in make_batches(2)]
+        batches[1][more] = torch.ones(4, 12, dtype=torch.int64)
+        session = make_session(sk.Decoder(config), batches)
+        with refused(TypeError):
+            session.run(2)
+        assert session.steps == 1
+        with refused(TypeError):
+            session.evaluate(batches)
+
+        class Wrong(Toy):
+            def forward(self, input_ids: Tensor, labels: Tensor | None = None, **more: Tensor) -> Any:
+                raise TypeError("of its own")
+
+        with refused(TypeError):
+            make_session(Wrong(), batches).run(1)
 
     def test_whoever_changes_the_call_is_trusted_with_it(self) -> None:
         class Plain(Toy):
@@ -687,6 +708,18 @@ class TestEvaluate:
 
         session = make_session(eval=Random())
         assert session.evaluate() == session.evaluate()
+
+    def test_ours_is_read_from_its_beginning_each_time(self) -> None:
+        """Each epoch has its own order, and leaves out other sequences: here one of three."""
+        rows_ST = np.random.default_rng(0).integers(VOCAB, size=(3, 8)).astype(np.uint16)
+        held = Batches(rows_ST, batch=2)
+        session = make_session(eval=held)
+        first = session.evaluate()
+        for _ in range(3):
+            assert session.evaluate() == first
+        assert held.state_dict()["index"] == held.state_dict()["epoch"] == 0
+        next(iter(held))
+        assert session.evaluate() == first
 
     def test_every_so_many_steps(self) -> None:
         session = make_session(eval=make_batches(2, seed=5), eval_every=3)
