@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surokit.optim.spec import Parameters
+from surokit.optim.spec import Parameters, with_plain_numbers
 from surokit.optim.tensors import is_sharded, local, memory_order
 
 #: The moments in the state of a parameter that AdamW updates.
@@ -88,7 +88,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 
 
 def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
+    """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass as they are.
 
     params: where they are pairs with names, as named_parameters() has them, a bias of two dimensions is known, which is one row
     for each expert, and gets no decay. The optimizer remembers in which order it was given them (`given_order`). ValueError where
@@ -100,7 +100,7 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
         raise TypeError(f"{name} takes an iterable of parameters, for example model.parameters(), not {kind}.")
     every = list(params)
     if every and isinstance(every[0], dict):
-        return every  # type: ignore[return-value]
+        return [with_plain_numbers(group) for group in every]  # type: ignore[arg-type]
     named: list[Any] = [each if isinstance(each, tuple) and len(each) == 2 else ("", each) for each in every]
     if not all(isinstance(p, Tensor) for _, p in named):
         raise TypeError(f"{name} takes parameters, with their names or without, or torch's parameter groups.")

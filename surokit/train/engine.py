@@ -121,7 +121,7 @@ class Engine:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * factor)
             else:
-                group["lr"] = base * factor
+                group["lr"] = float(base * factor)  # a schedule of NumPy's numbers gives another
         for group, rate in zip(groups, self._rates):
             if not _on(self.device, group["lr"]):
                 rate.fill_(float(group["lr"]))

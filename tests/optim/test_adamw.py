@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -349,6 +351,15 @@ class TestSpec:
             AdamW(nn.Linear(2, 2).parameters(), **options)
 
     @every
+    def test_numbers_of_groups_are_pythons(self, kind: Any) -> None:
+        group = {"params": [nn.Parameter(torch.ones(2, 2))], "lr": np.float64(0.5), "betas": (np.float32(0.5), 0.9)}
+        made = kind([group], eps=np.float64(1e-6)).param_groups[0]
+        found = [made["lr"], *made["betas"], made["eps"]]
+        assert found == [0.5, 0.5, 0.9, 1e-6]
+        assert {type(value) for value in found} == {float}
+        assert made["params"] == group["params"]
+
+    @every
     def test_a_misspelt_option(self, kind: Any) -> None:
         for given in ((), (nn.Linear(2, 2).parameters(),)):
             with pytest.raises(TypeError, match=f"^{kind.__name__}: .*'learning_rate'. Its options are lr, betas, "):
@@ -380,6 +391,10 @@ class TestSpec:
         spec: Any = AdamW(lr=torch.tensor(0.5), betas=(0.8, 0.9), state_dtype=torch.float32)
         again = spec_from_dict(spec_to_dict(spec, spec.build([nn.Parameter(torch.ones(2, 2))])))
         assert again.options == {"lr": 0.5, "betas": (0.8, 0.9), "state_dtype": torch.float32}
+        numpys = AdamW(lr=np.float32(0.5), betas=[np.float64(0.8), 0.9], seed=np.int64(3))  # type: ignore[arg-type]
+        for numbers in (numpys, Spec(AdamW, {"lr": np.float32(0.5), "betas": [0.8, 0.9], "seed": np.int64(3)})):
+            data = spec_to_dict(numbers, numbers.build([nn.Parameter(torch.ones(2, 2))]))  # type: ignore[arg-type]
+            assert json.loads(json.dumps(data))["options"] == {"lr": 0.5, "betas": [0.8, 0.9], "seed": 3}
         custom = spec_to_dict(None, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
         with refused(ValueError):
             spec_from_dict(custom)
