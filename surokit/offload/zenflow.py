@@ -15,7 +15,7 @@ steps and updates the columns once, beside the device's next window. The new val
 The training thread counts steps and windows, and the two workers do as they are told: no number depends on timing. Nothing here
 reads the device, except that the first choice of columns reads the first step's gradients where no warm-up precedes it.
 
-Like sk.AdamW it divides gradients by `grad_scale` and masks the step where `found_inf` is 1. Both travel with the gradients;
+Like sk.AdamW it divides gradients by `grad_scale` and masks the step where `found_inf` is not 0. Both travel with the gradients;
 a step that is not finite counts neither in hot columns nor in cold ones, though it takes its place in a window.
 """
 

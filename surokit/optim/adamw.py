@@ -5,7 +5,7 @@
     AdamW8bit(lr=3e-4)                   the same with moments of one byte, as bitsandbytes defines them
 
 Like torch's fused optimizers it reads two attributes before a step, both 0-d float32 tensors or None: `grad_scale`, by
-which gradients are divided, and `found_inf`, which masks the whole step where it is 1. So the host decides nothing.
+which gradients are divided, and `found_inf`, which masks the whole step where it is not 0. So the host decides nothing.
 
 With rounding="stochastic" every bfloat16 parameter has a key of its own, drawn from the seed and kept in its state; the key
 and its number of steps give the random bits of an update. So a resumed run draws what the whole one would have drawn.

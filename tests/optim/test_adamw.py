@@ -435,6 +435,27 @@ def test_a_gradient_that_is_a_part_of_a_sum_is_summed_first(kind: Any) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("kind", [sk.AdamW, sk.AdamW8bit, sk.OffloadAdamW, sk.ZenFlow, sk.Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("found", [2.0, float("nan")])
+def test_a_mask_is_whatever_is_not_0(kind: Any, dtype: torch.dtype, found: float) -> None:
+    """torch's GradScaler gives the sum of what each of several devices has found."""
+
+    def trained(*masks: float) -> tuple[Tensor, list[Tensor]]:
+        p = nn.Parameter(torch.linspace(-1, 1, 80 * 64).view(80, 64).to(dtype))
+        optimizer = kind([{"params": [p], **({"use_muon": True} if kind is sk.Muon else {})}], lr=0.1)
+        for mask in masks:
+            p.grad = torch.full_like(p, float("nan")) if mask else p.detach().cos()
+            optimizer.found_inf = torch.tensor(mask)
+            optimizer.step()
+        return p.detach(), [value for _, value in sorted(optimizer.state_dict()["state"][0].items())]
+
+    skipped, whole = trained(0.0, found, 0.0), trained(0.0, 1.0, 0.0)
+    assert torch.equal(skipped[0], whole[0])
+    assert all(torch.equal(a, b) for a, b in zip(skipped[1], whole[1], strict=True))
+    assert skipped[0].isfinite().all()
+
+
 def test_steps_under_torch_s_gradient_scaler():
     """It sets grad_scale and found_inf before a step and takes them away after it."""
     start = torch.randn(4, 6)
