@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import re
@@ -243,7 +242,6 @@ class Worker:
             self._jobs.popleft()
 
     def _start(self) -> _Shared:
-        _end_with_the_interpreter()
         shared = _Shared(self.name, self.patience_s)
         shared.thread = threading.Thread(
             target=_run,
@@ -308,11 +306,6 @@ def _settle(cores: tuple[int, ...], threads: int) -> None:
 _alive: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
 
-@functools.cache
-def _end_with_the_interpreter() -> None:
-    atexit.register(end_all)
-
-
 def end_all() -> None:
     """End all jobs at their next beat: a thread that computes while the interpreter is taken down may crash it."""
     mine = [shared for shared in _alive if shared.silence() is None]
@@ -322,6 +315,10 @@ def end_all() -> None:
     deadline = time.monotonic() + _EXIT_S
     for shared in mine:
         shared.ended.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+
+
+# before any run begins in a thread, as what is registered last is called first: such a run is stopped and saved by then
+atexit.register(end_all)
 
 
 def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:

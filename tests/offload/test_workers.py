@@ -369,10 +369,10 @@ def test_the_interpreter_ends_cleanly_with_jobs_running():
     done = run(
         """
 import threading, torch, atexit
+atexit.register(lambda: print("gone:", all(shared.gone for shared in known)))  # after the workers', who register when imported
 from surokit.offload import workers
 from surokit.offload.workers import Worker
 workers._EXIT_S = 60.0  # for a job without a beat, on a busy machine
-atexit.register(lambda: print("gone:", all(shared.gone for shared in known)))  # after the worker's, which registers later
 beating, short, idle, unused = (Worker(name, threads=2) for name in ("beating", "short", "idle", "unused"))
 big = torch.zeros(1 << 20)
 running = threading.Barrier(3)
