@@ -31,6 +31,7 @@ from torch import Tensor
 from surokit.offload.link import Link, PendingCopy
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
 from surokit.offload.swaps import Swaps
+from surokit.offload.workers import beat
 from surokit.offload.written import adopt_before_, sync_master_
 from surokit.optim.tensors import gradients_of, local
 
@@ -359,6 +360,7 @@ class Columns:
         def regroup() -> None:
             for x in (self.w, self.m, self.v):
                 x.index_copy_(0, to, x.index_select(0, source))
+                beat()
 
         swaps.then(regroup)
         return len(slots), column_bytes * len(slots)
@@ -386,6 +388,7 @@ class Columns:
             down.wait()
             for part, x in zip(leaving, cold):
                 x.index_copy_(0, rows_N, part)
+                beat()
             up.wait()
 
         swaps.emptied_by(empty)
