@@ -106,6 +106,28 @@ class TestArithmetic:
                 optimizer.step()
         assert torch.equal(params[0], params[1])
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("state_dtype", [None, torch.float32])
+    @pytest.mark.parametrize("loaded", [False, True])
+    def test_moments_in_another_order_than_their_weight(
+        self, dtype: torch.dtype, state_dtype: torch.dtype | None, loaded: bool
+    ) -> None:
+        """After some steps the model takes another memory format, or one that has it loads the state."""
+        values = torch.randn(4, 6, 3, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+        params = [nn.Parameter(values.clone()) for _ in range(2)]
+        for p, turns in zip(params, (False, True)):
+            optimizer = AdamW([p], lr=0.01, state_dtype=state_dtype)
+            for step in range(5):
+                if step == 3 and turns:
+                    p.data = p.data.to(memory_format=torch.channels_last)
+                if step == 3 and loaded:
+                    optimizer, state = AdamW([p], lr=0.01, state_dtype=state_dtype), optimizer.state_dict()
+                    optimizer.load_state_dict(state)
+                set_grads([p], step)
+                optimizer.step()
+        assert params[0].stride() != params[1].stride()
+        assert torch.equal(params[0], params[1])
+
     def test_float32_moments_of_bf16_parameters(self) -> None:
         params = make_params(torch.bfloat16)
         optimizer = AdamW(params, lr=0.01, weight_decay=0.1, state_dtype=torch.float32)
