@@ -194,6 +194,11 @@ class Columns:
                 f"where the parameter has {H} and {C} of {rows}: load it into an optimizer over the same parameters."
             )
 
+    def fit_out(self, link: Link) -> None:
+        """Make `out` anew where the state is of weights of another dtype: what waits there to land is the cold columns' weights."""
+        if len(self.cold_order) and self.out.dtype != (dtype := self.weight.dtype):
+            self.state["out"] = link.buffer(self.out.shape, dtype).copy_(self.w)
+
     def take_over(self, link: Link) -> None:
         """Take over a state that another optimizer left, with the weights as they are there; the gradients summed of a
         window are dropped."""

@@ -357,6 +357,22 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
     assert same(train(params, optimizer, 3, 8), other_run)
 
 
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_state_of_bfloat16_weights_serves_float32_ones(stop):
+    """Their cold columns are not rounded to bfloat16, in the middle of a window or with an update on its way."""
+    params, low = zenflow(torch.bfloat16, update_interval=2)
+    train(params, low, 0, stop)
+    wide, optimizer = zenflow(update_interval=2)
+    optimizer.load_state_dict(low.state_dict())
+    train(wide, optimizer, stop, 10)
+    optimizer.drain()
+    for p in wide[:2]:
+        state = optimizer.state[p]
+        assert state["out"].dtype == torch.float32
+        digits = p.detach()[:, state["cold"].long()]
+        assert not torch.equal(digits, digits.bfloat16().float())
+
+
 def test_a_specification_survives_a_checkpoint():
     spec = sk.ZenFlow(lr=1e-3, betas=(0.9, 0.99), topk_ratio=0.2, update_interval="auto", link=HostLink())
     assert isinstance(spec, Spec)
