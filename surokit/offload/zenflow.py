@@ -415,7 +415,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             self._broken = error  # some column may be on both sides, or on none
             raise
         self._moving = swaps.last
-        self._choice, self._since = None, 0
+        # a masked step says nothing of any column: the next window's end chooses again
+        self._choice, self._since = None, self.select_every if choice.shares.isnan().all() else 0
 
     # -- parameters
 

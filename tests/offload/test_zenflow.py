@@ -161,6 +161,19 @@ def test_a_step_that_is_not_finite_counts_nowhere():
     assert all(p.isfinite().all() for p in train(params, optimizer, 8, 12))
 
 
+@pytest.mark.parametrize("masked", [0, 7])
+def test_a_choice_that_falls_on_a_step_that_is_not_finite_is_made_at_the_next_window_s_end(masked):
+    """The first choice, and one at the end of the second window."""
+    params, optimizer = zenflow(topk_ratio=0.25, update_interval=4, select_interval=8 if masked else 100)
+    last = 11 if masked else 3  # step of the window that ends next
+    train(params, optimizer, 0, last + 2, bad=(masked,))  # what it chooses holds from the step after it
+    optimizer.drain()
+    hot = [sorted(optimizer.state[p]["hot"].tolist()) for p in params[:2]]
+    give_gradients(params, last)
+    scores = [p.grad.square().sum(0) for p in params[:2] if p.grad is not None]
+    assert hot == [sorted(x.topk(len(x) // 4).indices.tolist()) for x in scores]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_traffic_and_ages_are_the_formula_s(overlap):
     S, k, link = 4, 0.25, ThrottledLink(5.0)
