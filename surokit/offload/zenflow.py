@@ -547,6 +547,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
                 state.update({name: placed(name, value, p.device, self.link) for name, value in state.items()})
                 by_number[number] = self._columns[p] = self._view(number, p, group)
                 by_number[number].fit_out(self.link)
+                self.accounts.model_bytes += by_number[number].weight.nbytes
         self._steps, self._position, self._since = cursor["steps"], cursor["position"], cursor["since"]
         self._window = Window.from_dict(cursor["window"], by_number)
         if cursor["pending"] is not None:
