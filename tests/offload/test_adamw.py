@@ -498,6 +498,21 @@ def test_of_a_state_that_is_taken_up_the_decay_stays_here(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])
+def test_and_where_all_parameters_are_matrices(make: Any) -> None:
+    params = parameters(shapes=[(4, 6), (6, 4)])
+    plain = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.3)
+    train(params, plain, range(1))
+    optimizer, given = make(params, weight_decay=0.2), make([{"params": params}], weight_decay=0.2)
+    for each in (optimizer, given):
+        each.load_state_dict(plain.state_dict())
+    assert [(g["weight_decay"], g["lr"]) for g in optimizer.param_groups] == [(0.2, 1e-2)]
+    assert given.param_groups[0]["weight_decay"] == 0.3, "groups are taken as they are"
+    own = make(params, weight_decay=0.1)
+    own.load_state_dict(optimizer.state_dict())
+    assert own.param_groups[0]["weight_decay"] == 0.2, "of its own state all options count"
+
+
+@pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])
 def test_groups_of_a_state_that_are_others(make: Any) -> None:
     params = [nn.Parameter(normal(16)), nn.Parameter(normal(1, 16))]
     turned = torch.optim.AdamW([{"params": [p]} for p in params])
