@@ -198,6 +198,15 @@ def test_traffic_and_ages_are_the_formula_s(overlap):
     assert accounts.intervals == {S: 10}
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_of_masked_steps_the_ages_have_hot_elements_only(overlap):
+    params, optimizer = zenflow(topk_ratio=0.25, overlap_step=overlap)
+    train(params, optimizer, 0, 13, bad=range(5, 13))
+    hot = sum(optimizer.state[p]["w_hot"].numel() for p in params)
+    cold = sum(p.numel() for p in params) - hot
+    assert optimizer.accounts.staleness.total() == 13 * hot + 5 * cold
+
+
 def test_a_parameter_without_a_gradient_waits_for_its_own():
     params, optimizer = zenflow(update_interval=1, overlap_step=False, topk_ratio=0.2)
     again = parameters()
