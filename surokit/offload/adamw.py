@@ -133,6 +133,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self._given_link = link
         self._down: list[Tensor] = []  # bytes, pinned
         self._up: list[Tensor] = []
+        self._orders: dict[Tensor, list[int]] = {}  # in which the states of parameters lie: that of their memory
         self._planned_for: Any = None
         self._transfers: list[Transfer] = []
         self._written = Written(type(self).__name__, "give such parameters to surokit.AdamW, or write less often.")
@@ -306,7 +307,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         if p.device != self.link.device:
             raise several_devices(p.device, self.link.device)
         W, state = local([p])[0], self.state[p]
-        order = memory_order(W)
+        order = self._orders[p] = memory_order(W)
         master = torch.empty(W.permute(order).shape, device="cpu")
         for wide, shown, ticket in self._read(p, master):
             ticket.wait()
@@ -325,6 +326,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     @torch.no_grad()
     def _adopt(self, stacklevel: int) -> None:
         """Let masters take over values that were written into weights by hand."""
+        self._follow_orders()
         written = self._written.found(stacklevel)
         for p in written:
             for wide, shown, ticket in self._read(p, self.state[p]["master"]):
@@ -333,6 +335,17 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
                     sync_master_(wide, shown)
             self.accounts.moved("adopted", local([p])[0].nbytes, 0)
         self._written.note(written)
+
+    def _follow_orders(self) -> None:
+        """Bring states into the order of their weights' memory, where a model has taken another memory format."""
+        for p, state in self.state.items():
+            if "master" not in state:
+                continue
+            now = memory_order(local([p])[0])
+            before = self._orders.get(p, now)
+            self._orders[p] = now
+            if before != now:
+                state |= {name: state[name].permute([before.index(d) for d in now]).contiguous() for name in STATES}
 
     def _read(self, p: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor, PendingCopy]]:
         """Yield pieces of the master with those of the weight, which has arrived when its ticket is done; one after the other."""
@@ -379,6 +392,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
                 for name in ("step", *STATES)
                 if name in state
             }
+        self._follow_orders()
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -404,6 +418,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         super().__setstate__(state)
         if "_given_link" in state:  # a copy; load_state_dict comes here without
             self._start(self._given_link)
+            self._follow_orders()
 
 
 def _fill(parts: list[Tensor], staging: Tensor) -> None:

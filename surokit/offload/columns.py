@@ -31,6 +31,7 @@ from torch import Tensor
 from surokit.offload.link import Link, PendingCopy
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
 from surokit.offload.swaps import Swaps
+from surokit.offload.workers import beat
 from surokit.offload.written import adopt_before_, sync_master_
 from surokit.optim.tensors import gradients_of, local
 
@@ -192,6 +193,11 @@ class Columns:
                 f"The state of parameter {self.number} has {found[0][0]} hot and {found[1]} cold columns of {found[0][1]}, "
                 f"where the parameter has {H} and {C} of {rows}: load it into an optimizer over the same parameters."
             )
+
+    def fit_out(self, link: Link) -> None:
+        """Make `out` anew where the state is of weights of another dtype: what waits there to land is the cold columns' weights."""
+        if len(self.cold_order) and self.out.dtype != (dtype := self.weight.dtype):
+            self.state["out"] = link.buffer(self.out.shape, dtype).copy_(self.w)
 
     def take_over(self, link: Link) -> None:
         """Take over a state that another optimizer left, with the weights as they are there; the gradients summed of a
@@ -359,6 +365,7 @@ class Columns:
         def regroup() -> None:
             for x in (self.w, self.m, self.v):
                 x.index_copy_(0, to, x.index_select(0, source))
+                beat()
 
         swaps.then(regroup)
         return len(slots), column_bytes * len(slots)
@@ -386,6 +393,7 @@ class Columns:
             down.wait()
             for part, x in zip(leaving, cold):
                 x.index_copy_(0, rows_N, part)
+                beat()
             up.wait()
 
         swaps.emptied_by(empty)

@@ -56,7 +56,8 @@ class Accounts:
 
     model_bytes: of all parameters that it updates, in their gradients' dtype.
     link_ms: of the device's waits that its link has counted, those that are accounted for; link_before_ms: those before.
-    staleness: steps from a gradient to the weights that it changed -> gradient elements.
+    staleness: steps from a gradient to the weights that it changed -> gradient elements; hot ones of masked steps too, since only
+    the device knows these.
     intervals: steps of a window -> windows.
     names: of parameters, where `call` has set them.
     """

@@ -24,6 +24,7 @@ from torch import Tensor
 from surokit import torch_private
 from surokit.kernels import best
 from surokit.kernels.reference import columns
+from surokit.offload.workers import beat
 
 _LANES = 16  # floats of the widest vector: what is left over at a tensor's end is rounded otherwise
 _BLOCK = 1 << 17  # float32 numbers a thread, widened or scaled together: they stay in its cache
@@ -155,6 +156,7 @@ def add_rows_(acc_CO: Tensor, slot_CO: Tensor, scale: float | None, first: bool)
             acc_part.copy_(slot_part)
             if scale is not None:
                 acc_part.div_(scale)
+            beat()
         return
     for acc_part, slot_part in zip(acc.split(block()), slot.split(block())):
         if slot_part.dtype != torch.float32 or scale is not None:
@@ -162,6 +164,7 @@ def add_rows_(acc_CO: Tensor, slot_CO: Tensor, scale: float | None, first: bool)
         if scale is not None:
             slot_part.div_(scale)
         acc_part.add_(slot_part)
+        beat()
 
 
 def block() -> int:

@@ -308,14 +308,16 @@ class WeightStream(HostStream):
 
     # -- gradients down
 
-    def send(self, block: Streamed, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Send the gradients of some of the block's parameters into `.grad`."""
+    def send(
+        self, block: Streamed, params: Sequence[Tensor], grads: Sequence[Tensor], together: Sequence[Tensor]
+    ) -> None:
+        """Send the gradients of some of the block's parameters into `.grad`. together: all whose gradients share its memory."""
         end = self._end()
         self._read()
         if any(pending.block is block for pending in self._pending):
             self.settle()
         offsets, nbytes = _offsets(grads)
-        spare = self._spare(nbytes) if any(p.grad is not None for p in params) else None
+        spare = self._spare(nbytes) if any(p.grad is not None for p in together) else None
         to = (block.gradients(nbytes) if spare is None else spare)[:nbytes]
 
         def fill(staging: Tensor) -> None:
@@ -566,7 +568,7 @@ class _Fetched(torch.autograd.Function):
         ctx: Any, grows: Tensor, block: Streamed, params: list[Tensor], here: list[Tensor]
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.block, ctx.params = block, params
+        ctx.block, ctx.params, ctx.together = block, params, block.pack.params
         return tuple(here)
 
     @staticmethod
@@ -574,7 +576,7 @@ class _Fetched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         found = [(p, grad) for p, grad in zip(ctx.params, grads) if grad is not None]
         if found:
-            ctx.block.stream.send(ctx.block, [p for p, _ in found], [grad for _, grad in found])
+            ctx.block.stream.send(ctx.block, [p for p, _ in found], [grad for _, grad in found], ctx.together)
         return None, None, None, None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import re
@@ -33,7 +32,6 @@ from surokit.errors import OffloadError
 from surokit.offload.timeline import PREFIX, WAIT, WORK, span
 
 SLICE_S = 0.05  # a wait looks this often whether what it waits for still lives
-_EXIT_S = 5.0  # at the interpreter's end, for jobs that run
 
 _here = threading.local()  # .shared: of the worker whose thread this is
 
@@ -86,6 +84,12 @@ class _Shared:
                     f"The offload worker {self.name!r} has given no sign of life for {self.patience_s:g} s: it hangs, or "
                     "the machine is overloaded or swaps. Go on from a checkpoint, with more memory or free cores."
                 )
+
+    def join(self) -> None:
+        """Wait until the thread, which was asked to leave, is gone."""
+        self.wait(lambda: self.gone, self.ended)
+        assert self.thread is not None
+        self.thread.join()
 
     def leave(self) -> None:
         """Ask the thread to end; safe in a finalizer, on any thread and in a forked process."""
@@ -236,14 +240,13 @@ class Worker:
         shared.exiting |= at_once
         self._leave()
         if shared.silence() is None and shared.thread is not threading.current_thread():
-            shared.wait(lambda: shared.gone, shared.ended)
+            shared.join()
 
     def _forget(self) -> None:
         while self._jobs and self._jobs[0].done() and not self._jobs[0].unseen():
             self._jobs.popleft()
 
     def _start(self) -> _Shared:
-        _end_with_the_interpreter()
         shared = _Shared(self.name, self.patience_s)
         shared.thread = threading.Thread(
             target=_run,
@@ -308,20 +311,20 @@ def _settle(cores: tuple[int, ...], threads: int) -> None:
 _alive: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
 
-@functools.cache
-def _end_with_the_interpreter() -> None:
-    atexit.register(end_all)
-
-
 def end_all() -> None:
-    """End all jobs at their next beat: a thread that computes while the interpreter is taken down may crash it."""
+    """End all jobs at their next beat and wait for their threads, as long as these give signs of life: a thread that computes while
+    the interpreter is taken down crashes it."""
     mine = [shared for shared in _alive if shared.silence() is None]
     for shared in mine:
         shared.exiting = True
         shared.leave()
-    deadline = time.monotonic() + _EXIT_S
     for shared in mine:
-        shared.ended.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+        with contextlib.suppress(OffloadError):  # it hangs
+            shared.join()
+
+
+# before any run begins in a thread, as what is registered last is called first: such a run is stopped and saved by then
+atexit.register(end_all)
 
 
 def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:

@@ -15,7 +15,7 @@ steps and updates the columns once, beside the device's next window. The new val
 The training thread counts steps and windows, and the two workers do as they are told: no number depends on timing. Nothing here
 reads the device, except that the first choice of columns reads the first step's gradients where no warm-up precedes it.
 
-Like sk.AdamW it divides gradients by `grad_scale` and masks the step where `found_inf` is 1. Both travel with the gradients;
+Like sk.AdamW it divides gradients by `grad_scale` and masks the step where `found_inf` is not 0. Both travel with the gradients;
 a step that is not finite counts neither in hot columns nor in cold ones, though it takes its place in a window.
 """
 
@@ -415,7 +415,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             self._broken = error  # some column may be on both sides, or on none
             raise
         self._moving = swaps.last
-        self._choice, self._since = None, 0
+        # a masked step says nothing of any column: the next window's end chooses again
+        self._choice, self._since = None, self.select_every if choice.shares.isnan().all() else 0
 
     # -- parameters
 
@@ -545,6 +546,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             if state := self.state.get(p):
                 state.update({name: placed(name, value, p.device, self.link) for name, value in state.items()})
                 by_number[number] = self._columns[p] = self._view(number, p, group)
+                by_number[number].fit_out(self.link)
+                self.accounts.model_bytes += by_number[number].weight.nbytes
         self._steps, self._position, self._since = cursor["steps"], cursor["position"], cursor["since"]
         self._window = Window.from_dict(cursor["window"], by_number)
         if cursor["pending"] is not None:

@@ -5,7 +5,7 @@
     AdamW8bit(lr=3e-4)                   the same with moments of one byte, as bitsandbytes defines them
 
 Like torch's fused optimizers it reads two attributes before a step, both 0-d float32 tensors or None: `grad_scale`, by
-which gradients are divided, and `found_inf`, which masks the whole step where it is 1. So the host decides nothing.
+which gradients are divided, and `found_inf`, which masks the whole step where it is not 0. So the host decides nothing.
 
 With rounding="stochastic" every bfloat16 parameter has a key of its own, drawn from the seed and kept in its state; the key
 and its number of steps give the random bits of an update. So a resumed run draws what the whole one would have drawn.
@@ -167,6 +167,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
+        for p, state in zip(params, states):
+            _lay_as(p, state)
         params, grads = local(params), gradients_of(params)
         moments, squares = local([s["exp_avg"] for s in states]), local([s["exp_avg_sq"] for s in states])
         steps = [s["step"] for s in states]
@@ -368,6 +370,16 @@ class AdamW8bit(AdamW):
             keys=step_keys([s["key"] for s in states], steps) if self._rounds(large[0].dtype) else None,
             **options,
         )
+
+
+def _lay_as(p: Tensor, state: dict[str, Tensor]) -> None:
+    """Lay the moments out in the parameter's order of memory, by which torch's fused kernel goes. They are in another one where the
+    state was loaded, or the model has taken another memory format."""
+    (weight,) = local([p])
+    for name in ADAMW_MOMENTS:
+        (moment,) = local([state[name]])
+        if moment.stride() != weight.stride() and moment.device == weight.device:
+            state[name] = torch.empty_like(p, dtype=moment.dtype).copy_(state[name])
 
 
 def _shows_all(p: Tensor) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from surokit.optim.spec import with_plain_numbers
+
 Schedule = Callable[[int], float]
 
 
@@ -25,6 +27,7 @@ class Cosine:
     floor: float = 0.1
 
     def __post_init__(self) -> None:
+        vars(self).update(with_plain_numbers(vars(self)))
         if self.warmup < 0 or self.steps <= self.warmup:
             raise ValueError(f"Cosine({self.warmup}, {self.steps}): steps must be larger than warmup >= 0.")
         if not 0 <= self.floor <= 1:

@@ -7,8 +7,9 @@ AdamW(model.parameters(), lr=3e-4)   the optimizer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class SpecMeta(type):
     """
 
     def __call__(cls, params: Parameters | nn.Module | None = None, **options: Any) -> Any:
+        options = with_plain_numbers(options)
         signature = cls.__signature__
         try:
             given = signature.bind(None, **options)
@@ -74,7 +76,7 @@ def spec_to_dict(spec: Spec | None, optimizer: torch.optim.Optimizer) -> dict[st
     """
     if spec is None or not is_ours(spec.optimizer):
         return {"name": type(optimizer).__qualname__, "custom": True}
-    plain = {name: _to_plain(value) for name, value in spec.options.items()}
+    plain = {name: _to_plain(value) for name, value in with_plain_numbers(spec.options).items()}
     options = {name: value for name, value in plain.items() if isinstance(value, _JSON)}
     return {"name": spec.optimizer.__name__, "options": options}
 
@@ -95,6 +97,11 @@ def spec_from_dict(data: dict[str, Any]) -> Spec:
     return Spec(found, options)
 
 
+def with_plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with Python's own numbers for any others, such as NumPy's, which torch refuses to read from a checkpoint."""
+    return {name: _number(value) for name, value in options.items()}
+
+
 def is_ours(optimizer: Any) -> bool:
     """Return whether an optimizer class is one of surokit's public names, which can be made again from its options."""
     return isinstance(optimizer, SpecMeta) and _public(optimizer.__name__) is optimizer
@@ -105,6 +112,14 @@ def _public(name: str) -> Any:
 
     found = getattr(surokit, name, None)
     return found if isinstance(found, SpecMeta) else None
+
+
+def _number(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_number, value))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _to_plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surokit.optim.spec import Parameters
+from surokit.optim.spec import Parameters, with_plain_numbers
 from surokit.optim.tensors import is_sharded, local, memory_order
 
 #: The moments in the state of a parameter that AdamW updates.
@@ -24,8 +24,6 @@ def adamw_states(
     """Return each parameter's entries in a state dict with the optimizer's groups. ValueError where these are not its `moments`,
     which are AdamW's unless given, or not this parameter's; `maker` names who would have them."""
     groups, name = state_dict["param_groups"], type(optimizer).__name__
-    if any(group.get("amsgrad") or group.get("maximize") for group in groups):
-        raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in groups for index in group["params"]]
     sources = {p: state_dict["state"].get(index) for p, index in zip(params, saved)}
@@ -47,7 +45,7 @@ def adamw_states(
 
 
 def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a state dict to the optimizer's parameter groups; ValueError where it has others.
+    """Convert a state dict to the optimizer's parameter groups; ValueError where it has others, or has amsgrad or maximize.
 
     One group over all parameters of the iterable that the optimizer was made of, frozen ones too, as torch's AdamW has it, becomes
     those of `decay_groups`: with the options of that one, and the weight decay that they have here.
@@ -59,16 +57,22 @@ def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     )
     if made_by != made_for:
         raise ValueError(f"The state is that of {made_by}, and this is {name}: go on with the optimizer that it is of.")
+    if any(group.get("amsgrad") or group.get("maximize") for group in saved):
+        raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
     sizes, held = ([len(group["params"]) for group in groups] for groups in (here, saved))
-    if sizes == held:
-        return state_dict
     given, order = given_order(optimizer).get("given_order", (0, []))
-    if held != [given] or len(order) != sum(sizes):
+    one_iterable = held == [given] and len(order) == sum(sizes)
+    # where all are matrices, our own state has one group too, whose decay counts; torch's says "amsgrad"
+    if sizes == held and not (one_iterable and "amsgrad" in saved[0]):
+        return state_dict
+    if not one_iterable:
         raise ValueError(
             f"The state has parameter groups of {held} tensors, and this {name} of {sizes}: give {name} the same parameters in the "
             "same groups."
         )
-    options = {option: value for option, value in saved[0].items() if option not in ("params", "param_names")}
+    options = {
+        option: value for option, value in saved[0].items() if option not in ("params", "param_names", "amsgrad")
+    }
     numbers = iter([saved[0]["params"][i] for i in order])
     groups = [
         {**options, "weight_decay": group["weight_decay"], "params": [next(numbers) for _ in group["params"]]}
@@ -88,7 +92,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 
 
 def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
+    """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass as they are.
 
     params: where they are pairs with names, as named_parameters() has them, a bias of two dimensions is known, which is one row
     for each expert, and gets no decay. The optimizer remembers in which order it was given them (`given_order`). ValueError where
@@ -100,7 +104,7 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
         raise TypeError(f"{name} takes an iterable of parameters, for example model.parameters(), not {kind}.")
     every = list(params)
     if every and isinstance(every[0], dict):
-        return every  # type: ignore[return-value]
+        return [with_plain_numbers(group) for group in every]  # type: ignore[arg-type]
     named: list[Any] = [each if isinstance(each, tuple) and len(each) == 2 else ("", each) for each in every]
     if not all(isinstance(p, Tensor) for _, p in named):
         raise TypeError(f"{name} takes parameters, with their names or without, or torch's parameter groups.")

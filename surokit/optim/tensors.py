@@ -54,9 +54,12 @@ def shard_number(p: Tensor) -> int:
 
 def scale_and_mask(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Return (grad_scale, found_inf) of this step on the device, None where they are not set. torch's GradScaler takes them away
-    after a step, so that an optimizer need not have them."""
-    scale, mask = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-    return on_device(device, scale), on_device(device, mask)
+    after a step, so that an optimizer need not have them.
+
+    The mask is 0 or 1, as torch's fused kernels want it; the scaler gives the sum over devices of what each has found.
+    """
+    scale, mask = (on_device(device, getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
+    return scale, None if mask is None else (mask != 0).float()
 
 
 def on_device(device: torch.device, value: Tensor | None) -> Tensor | None:

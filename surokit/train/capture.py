@@ -353,7 +353,7 @@ class Graphs:
         optimizer = engine.optimizer
         if why := _no_update(optimizer):
             raise Refused(why)
-        if len(optimizer.param_groups) > len(engine.base_rates):
+        if len(optimizer.param_groups) > len(engine.rates):
             raise Refused("parameter groups were added, whose learning rates are the host's")
         state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         changing = [*(p.detach() for group in optimizer.param_groups for p in group["params"]), *state]

@@ -65,9 +65,9 @@ class Engine:
         if graphs is True and self._off:
             self.fallbacks.append(NOT_CAPTURED.format(self._off))
         self._graphs = None if self._off else Graphs(self, device_graphs or CudaGraphs(self.device))
-        # float32 numbers on the device, with graphs and without, so that both give the same
+        # float32 numbers on the device, with graphs and without, so that both give the same; groups that are added have none
         on_device = (self._graphs is not None or self.device.type == "cuda") and takes_rates(optimizer)
-        self._rates = [torch.empty((), device=self.device) for _ in self.base_rates] if on_device else []
+        self.rates = [torch.empty((), device=self.device) for _ in self.base_rates] if on_device else []
 
     def prepare(self, compile: bool) -> bool:
         """Choose before the first step how forward runs; return whether the step that follows compiles."""
@@ -110,19 +110,20 @@ class Engine:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def set_rate(self, factor: float | None) -> float:
-        """Multiply the rates that the optimizer began with; None leaves them. Return the first group's.
+        """Multiply the rates that groups of the optimizer began with, added ones too; None leaves them. Return the first group's.
 
         A tensor is filled, so that nothing that reads it recompiles.
         """
         groups = self.optimizer.param_groups
+        self.base_rates += [float(group["lr"]) for group in groups[len(self.base_rates) :]]
         for group, base in zip(groups, self.base_rates):
             if factor is None:
                 continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * factor)
             else:
-                group["lr"] = base * factor
-        for group, rate in zip(groups, self._rates):
+                group["lr"] = float(base * factor)  # a schedule of NumPy's numbers gives another
+        for group, rate in zip(groups, self.rates):
             if not _on(self.device, group["lr"]):
                 rate.fill_(float(group["lr"]))
         first = groups[0]["lr"]
@@ -249,7 +250,7 @@ class Engine:
     def _device_rates(self) -> Iterator[None]:
         """Give the optimizer its rates on the device, inside the block."""
         given = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, self._rates):
+        for group, rate in zip(self.optimizer.param_groups, self.rates):
             if not _on(self.device, group["lr"]):
                 group["lr"] = rate
         try:

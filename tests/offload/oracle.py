@@ -286,7 +286,10 @@ class Oracle:
         for w in scored:
             if w.scores is not None:  # of a step that is not finite there are none, and the set stays as it is
                 self._choose(w, largest(w.scores, w.count))
-        self.since_selection = 0
+        told = any(w.scores is not None and w.scores.sum() > 0 for w in scored)
+        self.since_selection = (
+            0 if told else s.select_interval
+        )  # where nothing was told, at the next window's end again
         self.choices.append(self.step_number)
 
     def _score(self, held: Sequence[Tensor | None], finite: bool) -> None:

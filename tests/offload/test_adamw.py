@@ -21,7 +21,7 @@ from surokit.offload import adamw
 from surokit.offload.adamw import OffloadAdamW
 from surokit.offload.link import Arrival, HostLink, PendingCopy, ThrottledLink
 from tests.clocks import PATIENCE_S
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 B, F = torch.bfloat16, torch.float32
 SHAPES = [(40, 70), (513,), (130, 33), (7, 3, 5), (1,), (64, 64)]
@@ -205,6 +205,34 @@ def test_weights_in_any_dense_order_and_empty_ones(small_transfers: None) -> Non
     for p, q in zip(ours, theirs):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
     assert mine.state[ours[0]]["master"].shape == (50, 30)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_that_takes_another_memory_format(loaded: bool) -> None:
+    """Its states follow."""
+    shapes = [(4, 6, 8, 9), (5, 5)]
+    ours, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
+    mine, other = OffloadAdamW(ours, **OPTIONS), OffloadAdamW(theirs, **OPTIONS)
+    train(theirs, other, range(6))
+    train(ours, mine, range(3))
+    if loaded:
+        mine.load_state_dict(mine.state_dict())
+    ours[0].data = ours[0].data.to(memory_format=torch.channels_last)
+    train(ours, mine, range(3, 4))
+    ours[1].data = ours[1].data.t().contiguous().t()
+    with torch.no_grad():
+        ours[1].mul_(1.0)
+    with warned(UserWarning):  # of the write, which is taken over in the new order
+        train(ours, mine, range(4, 5))
+    mine = copy.deepcopy(mine)
+    ours = [p for group in mine.param_groups for p in group["params"]]
+    ours[0].data = ours[0].data.contiguous()
+    train(ours, mine, range(5, 6))
+    assert not ours[1].is_contiguous()
+    for p, q in zip(ours, theirs):
+        assert torch.equal(p, q)
+    assert torch.equal(mine.state[ours[0]]["exp_avg"], other.state[theirs[0]]["exp_avg"])
+    assert torch.equal(mine.state[ours[1]]["exp_avg"].t(), other.state[theirs[1]]["exp_avg"])
 
 
 def test_a_weight_with_gaps() -> None:
@@ -467,6 +495,21 @@ def test_of_a_state_that_is_taken_up_the_decay_stays_here(make: Any) -> None:
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])
+def test_and_where_all_parameters_are_matrices(make: Any) -> None:
+    params = parameters(shapes=[(4, 6), (6, 4)])
+    plain = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.3)
+    train(params, plain, range(1))
+    optimizer, given = make(params, weight_decay=0.2), make([{"params": params}], weight_decay=0.2)
+    for each in (optimizer, given):
+        each.load_state_dict(plain.state_dict())
+    assert [(g["weight_decay"], g["lr"]) for g in optimizer.param_groups] == [(0.2, 1e-2)]
+    assert given.param_groups[0]["weight_decay"] == 0.3, "groups are taken as they are"
+    own = make(params, weight_decay=0.1)
+    own.load_state_dict(optimizer.state_dict())
+    assert own.param_groups[0]["weight_decay"] == 0.2, "of its own state all options count"
 
 
 @pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])

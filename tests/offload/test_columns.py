@@ -161,6 +161,19 @@ def test_columns_change_sides_with_all_they_have(monkeypatch, swap_bytes, late):
     link.close()
 
 
+def test_columns_that_change_sides_give_signs_of_life(monkeypatch):
+    beats: list[None] = []
+    monkeypatch.setattr(under_test, "beat", lambda: beats.append(None))
+    link, worker = HostLink(), Worker("adam")
+    columns, swaps = made(weight(6, 20), 0.5, link=link), Swaps(link, worker)
+    columns.t_cold += torch.tensor([0, 1]).repeat(5).int()
+    columns.exchange(columns.cold.clone(), columns.t_hot.clone(), BETAS, link, swaps)
+    assert swaps.last is not None
+    swaps.last.wait()
+    assert len(beats) == 6, "weight and two moments, which arrive and are grouped by their clocks"
+    worker.close()
+
+
 @pytest.mark.parametrize("slow", ["thread", "link"])
 def test_columns_change_sides_in_bounded_memory_that_stays(monkeypatch, slow):
     """However late the thread or the link, and how many columns of how many weights move."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -143,6 +144,27 @@ def test_of_a_run(overlap: bool) -> None:
     assert 0.1 < found.selected <= 1
     assert set(found.threads) > {"training"}
     assert found.stall.mean_ms == pytest.approx(run.optimizer.accounts.stall_ms / 24)
+
+
+@pytest.mark.parametrize("how", ["loaded", "copied"])
+def test_of_a_run_that_goes_on_with_a_parameter_more(how: str) -> None:
+    params = [nn.Parameter(torch.randn(16, 40)) for _ in range(2)]
+    optimizer: Any = sk.ZenFlow(params, lr=1e-3)
+    for step in range(3):
+        params[0].grad = torch.randn(16, 40)
+        params[1].grad = torch.randn(16, 40) if step == 2 else None
+        if step == 1 and how == "loaded":
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 1 and how == "copied":
+            grads = [p.grad for p in params]
+            optimizer = copy.deepcopy(optimizer)
+            params = optimizer.param_groups[0]["params"]
+            for p, g in zip(params, grads):
+                p.grad = g
+        optimizer.step()
+    found = optimizer.report()
+    assert found.model_bytes == 2 * 16 * 40 * 4
+    assert found.down == pytest.approx(0.9 * (1 + 2) / 2 / 2), "two steps, with one and with both of two parameters"
 
 
 @pytest.mark.parametrize("topk_ratio", [0.25, None])

@@ -210,6 +210,15 @@ def test_sums_of_gradients(dtype: torch.dtype, scale: float | None, monkeypatch:
     assert all(torch.equal(a, b) for a, b in zip(slots, kept))
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_sum_gives_a_sign_of_life_for_each_block(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[None] = []
+    monkeypatch.setattr(rows, "beat", lambda: beats.append(None))
+    monkeypatch.setattr("surokit.offload.rows._BLOCK", 64)
+    add_rows_(torch.zeros(9, 64 * torch.get_num_threads()), torch.zeros(9, 64 * torch.get_num_threads()), None, first)
+    assert len(beats) == 9
+
+
 # -- columns of a weight
 
 

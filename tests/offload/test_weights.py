@@ -253,6 +253,31 @@ def test_two_forwards_before_their_backward():
     )  # a graph may go on with another pass while the first one's last block is still there
 
 
+def test_micro_batches_that_reach_different_parameters_of_a_block():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.either = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x, which):
+            return sum((self.either[n](x) for n in which), x)
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Either() for _ in range(2))
+    model = copy.deepcopy(plain)
+    offload_weights(model, blocks=model, link=link())
+    for each in (plain, model):
+        for seed, which in enumerate(([0], [1], [2, 0], [1, 2])):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            for block in each:
+                x = block(x, which)
+            x.square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None, name
+        assert torch.equal(p.grad, q.grad), name
+
+
 def test_retain_graph():
     plain, model = decoder(), decoder()
     offload_weights(model, link=link())

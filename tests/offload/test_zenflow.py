@@ -161,6 +161,19 @@ def test_a_step_that_is_not_finite_counts_nowhere():
     assert all(p.isfinite().all() for p in train(params, optimizer, 8, 12))
 
 
+@pytest.mark.parametrize("masked", [0, 7])
+def test_a_choice_that_falls_on_a_step_that_is_not_finite_is_made_at_the_next_window_s_end(masked):
+    """The first choice, and one at the end of the second window."""
+    params, optimizer = zenflow(topk_ratio=0.25, update_interval=4, select_interval=8 if masked else 100)
+    last = 11 if masked else 3  # step of the window that ends next
+    train(params, optimizer, 0, last + 2, bad=(masked,))  # what it chooses holds from the step after it
+    optimizer.drain()
+    hot = [sorted(optimizer.state[p]["hot"].tolist()) for p in params[:2]]
+    give_gradients(params, last)
+    scores = [p.grad.square().sum(0) for p in params[:2] if p.grad is not None]
+    assert hot == [sorted(x.topk(len(x) // 4).indices.tolist()) for x in scores]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_traffic_and_ages_are_the_formula_s(overlap):
     S, k, link = 4, 0.25, ThrottledLink(5.0)
@@ -183,6 +196,15 @@ def test_traffic_and_ages_are_the_formula_s(overlap):
     assert max(ages) == (2 * S - 1 if overlap else S - 1)
     assert sum(accounts.staleness.values()) == 41 * k * 16 * 32 + 40 * (1 - k) * 16 * 32
     assert accounts.intervals == {S: 10}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_of_masked_steps_the_ages_have_hot_elements_only(overlap):
+    params, optimizer = zenflow(topk_ratio=0.25, overlap_step=overlap)
+    train(params, optimizer, 0, 13, bad=range(5, 13))
+    hot = sum(optimizer.state[p]["w_hot"].numel() for p in params)
+    cold = sum(p.numel() for p in params) - hot
+    assert optimizer.accounts.staleness.total() == 13 * hot + 5 * cold
 
 
 def test_a_parameter_without_a_gradient_waits_for_its_own():
@@ -355,6 +377,22 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
     assert not any(other.state.values())
     other_run = train(*zenflow(update_interval=2), 0, 8)
     assert same(train(params, optimizer, 3, 8), other_run)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_state_of_bfloat16_weights_serves_float32_ones(stop):
+    """Their cold columns are not rounded to bfloat16, in the middle of a window or with an update on its way."""
+    params, low = zenflow(torch.bfloat16, update_interval=2)
+    train(params, low, 0, stop)
+    wide, optimizer = zenflow(update_interval=2)
+    optimizer.load_state_dict(low.state_dict())
+    train(wide, optimizer, stop, 10)
+    optimizer.drain()
+    for p in wide[:2]:
+        state = optimizer.state[p]
+        assert state["out"].dtype == torch.float32
+        digits = p.detach()[:, state["cold"].long()]
+        assert not torch.equal(digits, digits.bfloat16().float())
 
 
 def test_a_specification_survives_a_checkpoint():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +104,28 @@ class TestArithmetic:
                 assert p.grad is not None
                 p.grad = p.grad.contiguous()
                 optimizer.step()
+        assert torch.equal(params[0], params[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("state_dtype", [None, torch.float32])
+    @pytest.mark.parametrize("loaded", [False, True])
+    def test_moments_in_another_order_than_their_weight(
+        self, dtype: torch.dtype, state_dtype: torch.dtype | None, loaded: bool
+    ) -> None:
+        """After some steps the model takes another memory format, or one that has it loads the state."""
+        values = torch.randn(4, 6, 3, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+        params = [nn.Parameter(values.clone()) for _ in range(2)]
+        for p, turns in zip(params, (False, True)):
+            optimizer = AdamW([p], lr=0.01, state_dtype=state_dtype)
+            for step in range(5):
+                if step == 3 and turns:
+                    p.data = p.data.to(memory_format=torch.channels_last)
+                if step == 3 and loaded:
+                    optimizer, state = AdamW([p], lr=0.01, state_dtype=state_dtype), optimizer.state_dict()
+                    optimizer.load_state_dict(state)
+                set_grads([p], step)
+                optimizer.step()
+        assert params[0].stride() != params[1].stride()
         assert torch.equal(params[0], params[1])
 
     def test_float32_moments_of_bf16_parameters(self) -> None:
@@ -349,6 +373,15 @@ class TestSpec:
             AdamW(nn.Linear(2, 2).parameters(), **options)
 
     @every
+    def test_numbers_of_groups_are_pythons(self, kind: Any) -> None:
+        group = {"params": [nn.Parameter(torch.ones(2, 2))], "lr": np.float64(0.5), "betas": (np.float32(0.5), 0.9)}
+        made = kind([group], eps=np.float64(1e-6)).param_groups[0]
+        found = [made["lr"], *made["betas"], made["eps"]]
+        assert found == [0.5, 0.5, 0.9, 1e-6]
+        assert {type(value) for value in found} == {float}
+        assert made["params"] == group["params"]
+
+    @every
     def test_a_misspelt_option(self, kind: Any) -> None:
         for given in ((), (nn.Linear(2, 2).parameters(),)):
             with pytest.raises(TypeError, match=f"^{kind.__name__}: .*'learning_rate'. Its options are lr, betas, "):
@@ -380,6 +413,10 @@ class TestSpec:
         spec: Any = AdamW(lr=torch.tensor(0.5), betas=(0.8, 0.9), state_dtype=torch.float32)
         again = spec_from_dict(spec_to_dict(spec, spec.build([nn.Parameter(torch.ones(2, 2))])))
         assert again.options == {"lr": 0.5, "betas": (0.8, 0.9), "state_dtype": torch.float32}
+        numpys = AdamW(lr=np.float32(0.5), betas=[np.float64(0.8), 0.9], seed=np.int64(3))  # type: ignore[arg-type]
+        for numbers in (numpys, Spec(AdamW, {"lr": np.float32(0.5), "betas": [0.8, 0.9], "seed": np.int64(3)})):
+            data = spec_to_dict(numbers, numbers.build([nn.Parameter(torch.ones(2, 2))]))  # type: ignore[arg-type]
+            assert json.loads(json.dumps(data))["options"] == {"lr": 0.5, "betas": [0.8, 0.9], "seed": 3}
         custom = spec_to_dict(None, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
         with refused(ValueError):
             spec_from_dict(custom)
@@ -418,6 +455,27 @@ def test_a_gradient_that_is_a_part_of_a_sum_is_summed_first(kind: Any) -> None:
         assert counts[0] > counts[1] == 0
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [sk.AdamW, sk.AdamW8bit, sk.OffloadAdamW, sk.ZenFlow, sk.Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("found", [2.0, float("nan")])
+def test_a_mask_is_whatever_is_not_0(kind: Any, dtype: torch.dtype, found: float) -> None:
+    """torch's GradScaler gives the sum of what each of several devices has found."""
+
+    def trained(*masks: float) -> tuple[Tensor, list[Tensor]]:
+        p = nn.Parameter(torch.linspace(-1, 1, 80 * 64).view(80, 64).to(dtype))
+        optimizer = kind([{"params": [p], **({"use_muon": True} if kind is sk.Muon else {})}], lr=0.1)
+        for mask in masks:
+            p.grad = torch.full_like(p, float("nan")) if mask else p.detach().cos()
+            optimizer.found_inf = torch.tensor(mask)
+            optimizer.step()
+        return p.detach(), [value for _, value in sorted(optimizer.state_dict()["state"][0].items())]
+
+    skipped, whole = trained(0.0, found, 0.0), trained(0.0, 1.0, 0.0)
+    assert torch.equal(skipped[0], whole[0])
+    assert all(torch.equal(a, b) for a, b in zip(skipped[1], whole[1], strict=True))
+    assert skipped[0].isfinite().all()
 
 
 def test_steps_under_torch_s_gradient_scaler():

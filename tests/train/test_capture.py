@@ -691,6 +691,19 @@ class TestRefused:
         assert "the update is eager: " in graphs.graphs.why
         assert why in graphs.graphs.why
 
+    def test_the_update_of_a_group_that_was_added(self) -> None:
+        """Its learning rate is the host's, and follows the schedule."""
+        model = Toy()
+        model.norm.bias.requires_grad_(False)
+        eager = toy(model=model)
+        graphs = graphed(eager.fork())
+        for session in (eager, graphs):
+            bias: Any = session.model.get_parameter("norm.bias").requires_grad_()
+            session.optimizer.add_param_group({"params": [bias], "lr": 1e-3})
+        assert_same_run(eager, graphs, 6)
+        assert "parameter groups were added" in graphs.graphs.why
+        assert eager.optimizer.param_groups[-1]["lr"] < 1e-3
+
     def test_step_hooks_of_the_optimizer(self) -> None:
         called = []
         session = toy()

@@ -198,6 +198,31 @@ class TestContinuing:
         again.run(3)
         assert_same_state(whole, again)
 
+    @pytest.mark.parametrize("kind", [sk.AdamW, sk.ZenFlow])
+    def test_options_that_are_numpys_numbers(self, kind: Any, tmp_path: Path) -> None:
+        """They are written as Python's: torch reads no others from a file."""
+        cosine = Cosine(warmup=np.int64(2), steps=np.int64(20), floor=np.float32(0.5))  # type: ignore[arg-type]
+        options: dict[str, Any] = {"lr": np.float32(1e-2), "betas": (np.float64(0.9), 0.95)}
+        if kind is sk.ZenFlow:
+            options |= {"update_interval": np.int64(2), "topk_ratio": np.float64(0.25), "select_interval": 2}
+
+        def scale(step: int) -> float:
+            return np.cos(step / 20)
+
+        cases: list[tuple[str, Any, dict[str, Any]]] = [("a", cosine, {}), ("b", scale, {"schedule": scale})]
+        for name, schedule, given in cases:
+            whole, half = (
+                make_session(optimizer=kind(**options), schedule=schedule, run_dir=run_dir)
+                for run_dir in (None, tmp_path / name)
+            )
+            whole.run(6)
+            half.run(3)
+            half.save()
+            again = Session.resume(tmp_path / name, Toy(), data=make_batches(), **given)
+            assert again.spec == half.spec
+            again.run(3)
+            assert_same_state(whole, again)
+
 
 class Tied(Toy):
     def __init__(self, seed: int = 0) -> None:

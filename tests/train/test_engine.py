@@ -119,6 +119,18 @@ class TestRates:
         assert all(t is lr for t in self.rates(engine))
         assert lr.item() == pytest.approx(5e-3)
 
+    @pytest.mark.parametrize("device", [False, True])
+    def test_of_a_group_that_is_added_follow_the_schedule(self, device: bool) -> None:
+        engine = self.engine(1e-2, device)
+        engine.set_rate(0.5)
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 1e-3})
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        for factor in (0.5, 0.25):
+            assert engine.set_rate(factor) == 1e-2 * factor
+            rates = [1e-2, 1e-2, 1e-3, 1e-2]
+            assert [group["lr"] for group in engine.optimizer.param_groups] == [rate * factor for rate in rates]
+            assert [float(rate) for rate in self.rates(engine)] == pytest.approx([rate * factor for rate in rates])
+
     def test_without_a_schedule_the_users_number_holds(self) -> None:
         engine = self.engine(1e-2, device=True)
         engine.optimizer.param_groups[1]["lr"] = 1e-3

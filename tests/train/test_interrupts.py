@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import surokit as sk
 from surokit.runs.status import read_status
 from surokit.train.session import Session
 from tests.train.toys import ENDLESS, Toy, assert_same_state, make_batches, whole
@@ -139,6 +141,27 @@ except KeyboardInterrupt:
         assert told is not None
         assert told.state == "stopped: the program ended"
         self.goes_on_from(program.run_dir)
+
+    @pytest.mark.parametrize("kind", [sk.OffloadAdamW, sk.ZenFlow])
+    def test_a_program_that_ends_with_an_offloading_optimizer(
+        self, kind: Any, tmp_path: Path, processes: subprocess.Popen[str]
+    ) -> None:
+        """The threads beside the run do their work until it has ended."""
+        code = f"""
+import surokit as sk
+session = make_session(run_dir=run_dir, save_every=1000, meters=[begun], optimizer=sk.{kind.__name__}(lr=1e-2))
+run = session.run(ENDLESS, thread=True)
+until(lambda: session.steps >= 5)
+"""
+        program = Program(processes, code, tmp_path)
+        status, _, err = program.end()
+        assert (status, err) == (0, "")
+        told = read_status(program.run_dir)
+        assert told is not None
+        assert told.state == "stopped: the program ended"
+        again = Session.resume(program.run_dir, Toy(), data=make_batches())
+        again.run(5)
+        assert_same_state(again, whole(again.steps, optimizer=kind(lr=1e-2)))
 
     def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
