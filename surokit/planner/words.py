@@ -142,7 +142,9 @@ def _with_rank(recipe: Any) -> str:
 def plan_answers(plan: Plan) -> Iterator[str]:
     """Yield whether the plan fits, how long it takes and what it costs, a line each where it is known."""
     words, too_large = verdict(plan)
-    if too_large and plan.setup.replicas > 1 and not plan.setup.zero and not verdict(plan.but(zero=3))[1]:
+    # blocks that are streamed come whole
+    shardable = plan.setup.replicas > 1 and not plan.setup.zero and not plan.setup.prefetch
+    if too_large and shardable and not verdict(plan.but(zero=3))[1]:
         words = words.replace("Does not fit", "Does not fit unsharded")
     yield f"{words}; plan.fitting() says what helps" if too_large else words
     t, estimate = plan.time, plan.estimate
