@@ -119,6 +119,12 @@ def test_gpus_that_share_layers_share_what_is_made_of_weights_and_see_all_keys()
     assert half == pytest.approx((whole - mask) / 2 + mask, rel=0.03)
 
 
+@pytest.mark.parametrize("given", [{"what": "gemma-2-9b"}, {"dtype": "fp32"}], ids=["plain", "torch's"])
+def test_scores_that_are_kept_are_those_of_a_share_of_the_heads_to_all_keys(given):
+    whole, shared = (gib(planned(**given, gpus=t, tensor_parallel=t), "activations") for t in (1, 4))
+    assert shared == pytest.approx(whole / 4, rel=0.01)
+
+
 def test_zero_shards_adapters_over_all_that_have_them():
     """Not over fewer, where no expert has an adapter."""
     p = sk.plan(EXPERTS, gpus=8, expert_parallel=8, zero=1, gpu="H200", recipe=sk.BF16.lora(16, targets=("q_proj",)))

@@ -107,7 +107,7 @@ class Theirs(Ours):
     def _plain_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
         """Replay attention that the model computes in plain operations on the scores, with what each of them keeps."""
         own, wide = _PLAIN_ATTENTION[self.shape.family]
-        each = self.tokens * self.shape.heads * self.length  # scores
+        each = self.tokens * self.shape.heads * self.keys  # scores
         kept = each * (own * self.w + wide * 4.0 * (self.w < 4))
         passing = each * (self.w + 4.0)
         size = self.of(self.context)
@@ -148,7 +148,7 @@ class Theirs(Ours):
     def _all_scores(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
         """Replay torch's attention without a fused kernel, which keeps all scores in float32."""
         tape, wide = self.tape, 4 / self.w
-        scores = self.wide(self.shape.heads * self.length)
+        scores = self.wide(self.shape.heads * self.keys)
         extra = scores + (q.bytes + k.bytes) * wide + self.wide(self.context) if self.w < 4 else scores
         keeps = () if self.w < 4 else (q, k, v)
         size = self.of(self.context)
