@@ -306,7 +306,7 @@ class Plan:
 
         Without `host`, it is what a calibration of the plan's GPU measured, else as published runs had it. Options are those of
         `predict_offload`; those that are not given are the plan's own optimizer's. Raises ValueError where the host or a step's
-        time is not known, TypeError for a host that is not a Host.
+        time is not known and for a model that is divided over GPUs, TypeError for a host that is not a Host.
         """
         return offload_plan.offload(self, host, **options)
 

@@ -348,6 +348,13 @@ def test_what_cannot_be_divided_is_refused(given):
         planned(**given)
 
 
+def test_a_divided_plan_is_asked_for_no_host():
+    p = planned(gpus=8, tensor_parallel=2, pipeline_parallel=2)
+    for ask in (p.offload, p.streamed):
+        with refused(ValueError):
+            ask()
+
+
 # -- what is computed again, and what the GPU reads from its host
 
 

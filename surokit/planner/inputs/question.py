@@ -311,11 +311,15 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         attention_kernel=q.attention_kernel or kernel,
         division=division,
     )
-    if division.divides and setup.offloads:
-        raise ValueError(
-            f"{setup.offloads} on the host are planned of whole models: plan a model that is not {division.words}."
-        )
+    if setup.offloads:
+        check_whole(division, setup.offloads)
     return replace(setup, graphs=False) if setup.offloads else setup
+
+
+def check_whole(division: Division, what: str) -> None:
+    """Raise ValueError where the model is divided, of which nothing is planned on the host; `what` would be there."""
+    if division.divides:
+        raise ValueError(f"{what} on the host are planned of whole models: plan a model that is not {division.words}.")
 
 
 def _check_muon(optimizer: str, shape: Shape | None, division: Division, training: bool) -> None:
