@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,14 @@ def test_what_is_frozen_by_hand():
     after = plan(lora, **RUN)
     assert after.trained_parameters - before.trained_parameters == CONFIG.width
     assert after.notes[0].startswith("1 of 20 parameter tensors train beside the adapters")
+
+
+@pytest.mark.parametrize("recipe", [None, sk.BF16.lora(64)], ids=str)
+def test_the_most_layers_train_as_those_of_the_model_do(recipe):
+    def live(layers: int) -> Any:
+        return plan(decoder(recipe, config=replace(CONFIG, layers=layers)), **RUN)
+
+    assert live(2).largest("layers", gib=live(9).memory.gib) == 9
 
 
 def test_adapters_of_peft():

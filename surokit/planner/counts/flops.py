@@ -146,6 +146,12 @@ class Trained:
     adapter_bytes: int = 0
     peft: str | None = None
 
+    def times(self, share: float) -> Trained:
+        """Return what trains where there is so many times as much of it, in the same dtypes."""
+        parameters = max(1, round(share * self.parameters))
+        size = round(self.bytes / self.parameters * parameters)
+        return replace(self, parameters=parameters, bytes=size, adapter_bytes=round(share * self.adapter_bytes))
+
 
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
     """Place `recipe` on every kind of matrix of the layers and on the head, which comes last if there is one.
