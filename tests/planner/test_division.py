@@ -58,9 +58,9 @@ def test_stages_of_a_pipeline_make_the_whole():
 
 def test_stages_keep_the_pattern_of_their_layers():
     shape, _ = read_shape(fields("deepseek_v2", num_hidden_layers=9, first_k_dense_replace=1))
-    first, last = Division(pipeline=3).stages(shape)
+    first, middle, last = Division(pipeline=3).stages(shape)
     assert first.expert_layers == (1, 2)
-    assert last.expert_layers == (0, 1, 2)
+    assert middle.expert_layers == last.expert_layers == (0, 1, 2)
     windows, _ = read_shape(fields("gemma2", num_hidden_layers=6))
     stage = Division(pipeline=2).stages(windows)[-1]
     assert [stage.window_of(i) for i in range(3)] == [windows.window_of(i) for i in range(3, 6)]
@@ -100,12 +100,25 @@ def test_the_first_stage_keeps_micro_batches_in_flight():
     assert "activations in flight" not in [t.name for t in planned(gpus=2, pipeline_parallel=2, batch=8).memory.terms]
 
 
+def test_a_stage_between_the_first_and_the_last_may_be_the_fullest():
+    """The first blocks of a model with experts are dense: the second stage keeps a micro-batch less, and all of its experts."""
+    config = fields("deepseek_v3", num_hidden_layers=16, first_k_dense_replace=3, n_routed_experts=64, vocab_size=320)
+    given: dict[str, Any] = {"what": config, "gpus": 4, "pipeline_parallel": 4, "accumulate": 16, "logits": "fused"}
+    shape, _ = read_shape(config)
+    first, second, third, last = Division(pipeline=4).stages(shape)
+    assert [Division(pipeline=4).in_flight(stage, 16) for stage in (first, second, third, last)] == [4, 3, 2, 1]
+    assert first.parameters < third.parameters == second.parameters < last.parameters
+    p = planned(**given)
+    assert gib(p, "weights") == second.parameters * 2 / 2**30
+    assert gib(p, "activations in flight") == pytest.approx(2 * gib(p, "activations"))
+
+
 def test_the_last_stage_of_an_interleaved_pipeline_waits_with_several():
     whole = {"gpus": 4, "pipeline_parallel": 4, "accumulate": 16, "logits": "whole", "length": 512, "batch": 8}
     shape, _ = read_shape("llama-3-8b")
-    first, last = Division(pipeline=4, virtual=2).stages(shape)
-    flight = [Division(pipeline=4, virtual=2).in_flight(stage, 16) for stage in (first, last)]
-    assert flight == [4 + 3 / 2, 5 / 2]
+    division = Division(pipeline=4, virtual=2)
+    # each stage has a micro-batch less of each of its two parts than the one before
+    assert [division.in_flight(stage, 16) for stage in division.stages(shape)] == [4 + 3 / 2, 9 / 2, 7 / 2, 5 / 2]
     assert planned(**whole, virtual_stages=2).memory.gib > planned(**whole).memory.gib
 
 

@@ -111,7 +111,7 @@ class Shape:
     attention, `head_dim` the width of a head's query and key. `sliding_window` holds in the blocks `window_layers` (None: in
     all). `norms` is the number of a block's norms over `width`. `layout` says which matrices are one: "split" none, "fused" q, k,
     v and gate, up (Phi-3), "gpt2" q, k, v. `positions` is the number of learned positions. A stage of a
-    pipeline may have no embedding, or no head.
+    pipeline may have no embedding, or no head; its layers are those of the model from `first` on.
     """
 
     layers: int
@@ -139,6 +139,7 @@ class Shape:
     latent: Latent | None = None
     has_embedding: bool = True
     has_head: bool = True
+    first: int = 0
 
     @property
     def words(self) -> str:
