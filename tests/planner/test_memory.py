@@ -316,10 +316,13 @@ def test_float32_states_widen_a_chunk_at_a_time():
     assert large["optimizer"].bytes == 10 * small["optimizer"].bytes
     step = plan(CONFIG, batch=1, length=64, state_dtype="fp32").memory
     plain = plan(CONFIG, batch=1, length=64).memory
-    optimizer = [next(p.bytes for p in m.phases if p.name == "optimizer") for m in (step, plain)]
+    masters = plan(CONFIG, batch=1, length=64, state_dtype="fp32", master=True).memory
+    optimizer = [next(p.bytes for p in m.phases if p.name == "optimizer") for m in (step, plain, masters)]
     trained = plan(CONFIG).parameters
     # moments of 4 bytes in place of 2, and float32 copies of weights and gradients while they are updated
     assert optimizer[0] - optimizer[1] == pytest.approx(trained * (2 * 2 + 8))
+    # masters are as wide as the moments
+    assert optimizer[2] - optimizer[1] == pytest.approx(trained * (2 * 2 + 4))
 
 
 # -- the tape, by hand

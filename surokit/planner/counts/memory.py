@@ -262,6 +262,11 @@ class Setup:
         """Return the bytes of one parameter that trains, which are also those of its gradient."""
         return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
+    @property
+    def has_masters(self) -> bool:
+        """True if what trains has float32 masters beside it; float32 weights are their own."""
+        return self.master and self.trained_width < 4
+
 
 def _experts_of(part: Shape, recipe: Any) -> tuple[float, float]:
     """Return the shares of routed experts in what trains of a part, and in all of its parameters."""
@@ -573,8 +578,8 @@ def _states(trained: float, setup: Setup, hidden: float = 0.0) -> list[Term]:
         terms.append(Term("optimizer", (own + 2 * rest) * state / o_shard, setup.trained is None, how))
     elif setup.optimizer in OFFLOADING:
         terms.append(_offloaded(trained / o_shard, setup))
-    # float32 weights are their own masters, and those of an offloading optimizer are on the host
-    if setup.master and width < 4 and setup.optimizer not in OFFLOADING:
+    # those of an offloading optimizer are on the host
+    if setup.has_masters and setup.optimizer not in OFFLOADING:
         terms.append(Term("master weights", trained * 4 / o_shard, True, f"{trained:,.0f} x 4 bytes{o_how}"))
     return terms
 
@@ -746,7 +751,8 @@ def _optimizer_scratch(shape: Shape, trained: float, recipe: Any, setup: Setup) 
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
     scratch = 0.0
-    if setup.optimizer in ("adamw", "muon") and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:
+    widens = DTYPE_BYTES[setup.state_dtype] != setup.trained_width and not setup.has_masters
+    if setup.optimizer in ("adamw", "muon") and widens:
         scratch = 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
     if setup.optimizer == "muon":
         each_element = SCRATCH + OWN * (setup.replicas > 1 and not setup.zero)

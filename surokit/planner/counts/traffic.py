@@ -453,11 +453,11 @@ def _update(shape: Shape, recipe: Any, setup: Setup, trained: float, tensors: in
     mine = trained / setup.shards_from(1)
     if not setup.in_backward:  # where there is never a whole gradient to take the norm of
         yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
-    p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it
+    p = 2 * e if not setup.has_masters else 8 + e  # the parameter, or its float32 master and a copy of it
     moments = {"adamw": 4 * state, "muon": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
     moved = p + e + moments
     launches = -(-tensors // _TENSORS_8BIT) if setup.optimizer == "adamw8bit" else foreach
-    if setup.optimizer in ("adamw", "muon") and state != e and not setup.master:
+    if setup.optimizer in ("adamw", "muon") and state != e and not setup.has_masters:
         # torch's kernel wants one dtype: parameters and gradients are widened first, and parameters narrowed afterwards
         moved = (e + 4) + (e + 4) + 7 * 4 + (4 + e)
         launches = 3 * foreach
