@@ -26,6 +26,7 @@ from surokit.models import Decoder, DecoderConfig
 from surokit.models.decoder import KeyValueCache
 from surokit.nn.delayed import banks_of
 from surokit.nn.linear import Linear
+from surokit.optim.spec import Spec
 from surokit.planner import plan
 from surokit.planner.counts import memory as module
 from surokit.planner.counts import tape
@@ -214,6 +215,18 @@ def test_eight_bit_moments_are_what_the_optimizer_holds():
     held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     # small tensors keep float32 moments, and each has its step
     assert plan(model, optimizer=optimizer).memory["optimizer"].bytes == pytest.approx(held, rel=0.01)
+
+
+def test_momentum_of_sgd_is_a_state_that_is_not_planned():
+    model = Decoder(CONFIG)
+    for momentum in (0.0, 0.9):
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        for optimizer in (plain, Spec(torch.optim.SGD, {"lr": 0.1, "momentum": momentum})):
+            if momentum:
+                with refused(ValueError):
+                    plan(model, optimizer=optimizer)
+            else:
+                assert "optimizer" not in {term.name for term in plan(model, optimizer=optimizer).memory.terms}
 
 
 def test_fits():

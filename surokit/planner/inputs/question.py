@@ -443,12 +443,17 @@ def read_dtype(value: Any) -> str:
 
 def read_optimizer(value: Any) -> str:
     """Return the plan's name of an optimizer, given as an object, a class, a spec or a name."""
-    value = getattr(value, "optimizer", value)  # a spec names its class
-    kind = value if isinstance(value, type) else type(value)
-    name = (value if isinstance(value, str) else kind.__name__).lower()
+    named = getattr(value, "optimizer", value)  # a spec names its class
+    kind = named if isinstance(named, type) else type(named)
+    name = (named if isinstance(named, str) else kind.__name__).lower()
     if name not in _OPTIMIZERS:
         known = ", ".join(repr(each) for each in _OPTIMIZERS if each not in ("none", "sgd"))
         raise ValueError(f"optimizer={name!r} has no known state size: use {known} or 'sgd'.")
+    if name == "sgd" and (momentum := _option(value, "momentum")):
+        raise ValueError(
+            f"SGD with momentum={momentum:g} has a state, which is not planned: give optimizer='adamw', which has two, or "
+            "momentum=0."
+        )
     return _OPTIMIZERS[name]
 
 
@@ -462,5 +467,7 @@ def read_deferral(optimizer: Any) -> dict[str, Any]:
 
 def _option(optimizer: Any, name: str) -> Any:
     """Return an option of an optimizer, or of a spec that holds its options."""
-    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {}) | getattr(optimizer, "helpers", {})
+    held: dict[str, Any] = {}
+    for where in ("defaults", "options", "settings", "helpers"):
+        held |= getattr(optimizer, where, {})
     return getattr(optimizer, name, None) or held.get(name)
