@@ -7,8 +7,9 @@ import pytest
 
 import surokit as sk
 from surokit.planner.counts.division import WHOLE, Again, Division, sent_again
-from surokit.planner.counts.flops import count_flops
+from surokit.planner.counts.flops import count_flops, placements, trained_parameters
 from surokit.planner.inputs.configs import read_shape
+from surokit.recipe import PROJECTIONS
 from tests.planner.families import fields
 from tests.refusals import refused
 
@@ -64,6 +65,33 @@ def test_stages_keep_the_pattern_of_their_layers():
     windows, _ = read_shape(fields("gemma2", num_hidden_layers=6))
     stage = Division(pipeline=2).stages(windows)[-1]
     assert [stage.window_of(i) for i in range(3)] == [windows.window_of(i) for i in range(3, 6)]
+
+
+def test_a_recipe_finds_the_layers_of_a_stage_by_their_numbers_in_the_model():
+    shape, _ = read_shape("llama-3-8b")
+    stages = Division(pipeline=4).stages(shape)
+    kept = [placements(stage, sk.FP8.keep_first(2).keep_last(3))[0].layers for stage in stages]
+    assert [sorted({*range(8)} - layers) for layers in kept] == [[0, 1], [], [], [5, 6, 7]]
+    lora = sk.BF16.lora(8, targets=("layers.12.*",))
+    places = [placements(stage, lora)[0] for stage in stages]
+    assert [(sorted(place.adapted), place.below) for place in places] == [([], False), ([4], False), ([], True), ([], True)]
+    assert sum(trained_parameters(stage, 0, lora) for stage in stages) == trained_parameters(shape, 0, lora)
+
+
+def test_gradients_go_through_a_stage_to_adapters_of_an_earlier_one():
+    given: dict[str, Any] = {"gpus": 4, "pipeline_parallel": 4, "accumulate": 8, "logits": "fused"}
+    early, late, every = (
+        planned(**given, recipe=sk.BF16.lora(8, targets=targets))
+        for targets in (("layers.3.*",), ("layers.30.*",), PROJECTIONS)
+    )
+    backward = [p.estimate.by_pass()["backward"] for p in (late, early, every)]
+    assert 0 < backward[0] < backward[1] < backward[2]
+    flop = {
+        name: sum(row.flop for row in early.estimate.rows if (row.group, row.step) == ("products", name))
+        for name in ("forward", "backward")
+    }
+    assert flop["backward"] == flop["forward"]  # the gradient of each product's input
+    assert late.memory.gib < early.memory.gib
 
 
 def test_a_gpu_has_its_part_of_the_experts():

@@ -11,8 +11,7 @@
                 among the data-parallel ones, so that a gradient of an expert is summed over 1 / e of these
 
 GPUs that share a model are taken to be of one node where so many fit; then the data-parallel ones spread over nodes.
-The others, gpus / (t p), are data-parallel. Tokens are taken to be spread over the experts evenly. A stage of the pipeline counts
-its own layers from 0 where a recipe keeps some by their number.
+The others, gpus / (t p), are data-parallel. Tokens are taken to be spread over the experts evenly.
 
 Bytes that a GPU sends for a micro-batch of T tokens, width d and w bytes an element, with k experts a token:
 
@@ -193,6 +192,7 @@ def _layers_from(shape: Shape, start: int, n: int) -> Shape:
         shape,
         layers=n,
         first=start,
+        blocks=shape.layers,
         window_layers=None if windows is None else own(windows),
         experts=replace(e, layers=own(e.layers)) if e is not None and own(e.layers) else None,
     )

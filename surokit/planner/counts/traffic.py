@@ -168,16 +168,16 @@ class MicroBatch:
         self.width = DTYPE_BYTES[setup.dtype]
         self.base_trains = setup.training and not frozen(recipe)
         self.places = {place.weight.name: place for place in placements(shape, recipe)}
-        has_adapter = any(place.rank for place in self.places.values())
-        self.backward = self.base_trains or (setup.training and has_adapter)
         places = tuple(self.places.values())
+        below = any(place.below for place in places)
+        self.backward = self.base_trains or (setup.training and any(place.rank or place.below for place in places))
         self.flow = gradients(shape, places, base_trains=self.base_trains, training=setup.training)
         # the share of the blocks that backward reaches: those below the first adapter have no gradient
         self.reached = len(reached_layers(self.flow)) / shape.layers
         self.blocks_again = 1.0 if setup.recompute_blocks is None else setup.recompute_blocks / shape.layers
         self.again = self.blocks_again * (self.backward and setup.repeats != "none")
         # nothing wants a gradient of what enters the first of them where it is frozen: its norm and its skip have none
-        self.blind = int(self.reached > 0 and not self.base_trains)
+        self.blind = int(self.reached > 0 and not self.base_trains and not below)
         # a calibration may have measured a CPU although the setup is for CUDA
         self.device = "cpu" if gpu.device == "cpu" else setup.device
         one_kernel_each = setup.layers == "surokit" or setup.engine != "eager"
