@@ -17,7 +17,15 @@ from surokit import units
 from surokit.formats import TENSOR_CORES
 from surokit.hardware.gpus import BF16_FROM, Gpu
 from surokit.planner.compare.published import PLAUSIBLE_MFU, USUAL_MFU
-from surokit.planner.counts.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds, unmet_targets
+from surokit.planner.counts.flops import (
+    frozen,
+    gemms_of,
+    on_gpu,
+    operand_bits,
+    product_kinds,
+    trained_parameters,
+    unmet_targets,
+)
 from surokit.planner.counts.memory import Memory, Setup
 from surokit.planner.inputs.configs import FAMILIES
 from surokit.planner.inputs.fusion import read_fusion
@@ -130,6 +138,9 @@ def _other_than_live(plan: Plan) -> Iterator[str]:
             "layers that PEFT wraps compute by themselves: memory is planned as if nothing were fused but the loss, "
             "time as if they were fused too"
         )
+    every = trained_parameters(plan.shape, plan.parameters, plan.recipe)
+    if setup.trained is not None and setup.division.divides and setup.trained.parameters != every:
+        yield f"what trains of {own.source} is taken to be spread evenly over the GPUs that share it"
     yield from own.notes if setup.trained is not None or plan.given.get("recipe") is None else ()
 
 

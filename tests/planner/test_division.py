@@ -74,7 +74,12 @@ def test_a_recipe_finds_the_layers_of_a_stage_by_their_numbers_in_the_model():
     assert [sorted({*range(8)} - layers) for layers in kept] == [[0, 1], [], [], [5, 6, 7]]
     lora = sk.BF16.lora(8, targets=("layers.12.*",))
     places = [placements(stage, lora)[0] for stage in stages]
-    assert [(sorted(place.adapted), place.below) for place in places] == [([], False), ([4], False), ([], True), ([], True)]
+    assert [(sorted(place.adapted), place.below) for place in places] == [
+        ([], False),
+        ([4], False),
+        ([], True),
+        ([], True),
+    ]
     assert sum(trained_parameters(stage, 0, lora) for stage in stages) == trained_parameters(shape, 0, lora)
 
 

@@ -129,6 +129,35 @@ def test_what_is_frozen_by_hand():
     assert after.notes[0].startswith("1 of 20 parameter tensors train beside the adapters")
 
 
+def test_what_is_frozen_by_hand_is_so_in_each_part_of_a_run():
+    model = decoder(sk.FP8.then(sk.BF16, at=0.5))
+    model.model.embed_tokens.requires_grad_(False)
+    rest = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = plan(model, tokens=1e6, **RUN)
+    for _, part in found.parts:
+        assert part.trained_parameters == rest
+        assert part.memory["optimizer"].bytes == 4 * rest
+
+
+def test_what_is_frozen_by_hand_is_so_where_a_model_is_divided():
+    model = decoder()
+    divided: dict[str, Any] = {"gpu": "H100", "gpus": 2, "tensor_parallel": 2, "fusion": "none", **RUN}
+    everything = plan(model, **divided)
+    assert not any("spread evenly" in note for note in everything.notes)
+    model.model.embed_tokens.requires_grad_(False)
+    every, rest = (sum(p.numel() for p in model.parameters() if p.requires_grad or of_all) for of_all in (True, False))
+    found = plan(model, **divided)
+    share = rest / every
+    assert found.trained_parameters == rest
+    optimizer = [p.memory["optimizer"].bytes for p in (found, everything)]
+    assert optimizer[0] == pytest.approx(share * optimizer[1], rel=1e-4)
+    updates = [
+        sum(row.bytes for row in p.estimate.rows if row.group == "optimizer") for p in (found, everything) if p.estimate
+    ]
+    assert updates[0] == pytest.approx(share * updates[1], rel=1e-4)
+    assert any("spread evenly" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("recipe", [None, sk.BF16.lora(64)], ids=str)
 def test_the_most_layers_train_as_those_of_the_model_do(recipe):
     def live(layers: int) -> Any:

@@ -249,6 +249,13 @@ def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> f
     return float(sum(p.adapter_parameters for p in placements(shape, recipe))) if shape is not None else 0.0
 
 
+def trained_share(part: Shape, whole: Shape, recipe: Any) -> float:
+    """Return how many times as much trains of one shape as of another: by what the recipe trains, or by their parameters where that
+    is nothing."""
+    mine, every = (trained_parameters(shape, shape.parameters, recipe) for shape in (part, whole))
+    return mine / every if every else part.parameters / whole.parameters
+
+
 def product_kinds(recipe: Any) -> Kinds:
     """Return the tensor cores' kinds of a recipe's three products: forward, grad_input, grad_weight."""
     forward, grad_input, grad_weight = (getattr(gemm, "kind", None) for gemm in gemms_of(recipe))

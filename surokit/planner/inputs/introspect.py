@@ -38,6 +38,10 @@ class LiveArguments:
         """True if this is the model's recipe; None and BF16 are the same."""
         return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
 
+    def has_part(self, recipe: Any) -> bool:
+        """True if this is the model's recipe, or a part of one that changes on the way."""
+        return self.has(recipe) or (recipe or BF16) in (self.arguments.get("recipe") or BF16).parts
+
 
 NOTHING = LiveArguments()
 

@@ -270,8 +270,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         what = "offload_weights updates on the host" if prefetch else what
         raise ValueError(f"optimizer_in_backward uses each gradient as it arrives, and {what}: leave one of them out.")
     # the parameters that train are those of the model as it is: with another recipe or dtype they are not known
-    as_given = subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)
-    as_it_is = q.training and as_given and not division.divides
+    as_it_is = q.training and subject.own.has_part(q.recipe) and dtype == read_dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None
     state_dtype = q.state_dtype or _option(q.optimizer, "state_dtype") or (trained and trained.dtype) or dtype
     deferral = read_deferral(q.optimizer)

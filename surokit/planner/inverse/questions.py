@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from surokit import arguments, units
 from surokit.planner.counts.communication import Speedup
-from surokit.planner.counts.flops import frozen, trained_parameters
+from surokit.planner.counts.flops import frozen, trained_share
 from surokit.planner.inverse.budgets import memory_budget
 from surokit.planner.inverse.remedies import fitting
 
@@ -264,10 +264,11 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
 
 def _own_in(plan: Plan, other: Shape) -> LiveArguments:
     """Return what the live model of a plan would have in another number of layers: what trains of it grows as its recipe's does."""
-    own, shape = plan.subject.own, plan.shape
-    assert shape is not None
-    before, after = (trained_parameters(s, s.parameters, plan.recipe) for s in (shape, other))
-    return own if own.trained is None or not before else replace(own, trained=own.trained.times(after / before))
+    own, trained = plan.subject.own, plan.subject.own.trained
+    assert plan.shape is not None
+    return (
+        own if trained is None else replace(own, trained=trained.times(trained_share(other, plan.shape, plan.recipe)))
+    )
 
 
 def _with_activations(plan: Plan) -> Plan:
