@@ -27,6 +27,7 @@ from surokit.planner.counts.flops import (
     unmet_targets,
 )
 from surokit.planner.counts.memory import Memory, Setup
+from surokit.planner.counts.transformers_activations import PLAIN_ATTENTION
 from surokit.planner.inputs.configs import FAMILIES
 from surokit.planner.inputs.fusion import read_fusion
 from surokit.planner.inputs.question import Question
@@ -371,6 +372,12 @@ def plan_notes(plan: Plan) -> Iterator[str]:
             yield f"the adapter's target {', '.join(unmet)} matches no layer that is planned"
     if setup.offloads:
         yield from _offloaded(plan)
+    plain = shape is not None and shape.family in PLAIN_ATTENTION and setup.engine != "fused"
+    if plain and "attention_kernel" not in plan.given and plan.estimate is not None:
+        yield (
+            "attention is plain operations on all scores in transformers' layers of this family; memory counts them, and times are "
+            "those of a fused kernel: expect longer steps, or say by attention_kernel= which one computes it"
+        )
     if time.rate_tflops is None and not plan.has_likely:
         wanted = ["tflops_per_gpu="]
         if gpu is None or gpu.plain_tflops is not None:
