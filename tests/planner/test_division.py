@@ -165,6 +165,14 @@ def test_gpus_that_share_layers_share_what_is_made_of_weights_and_see_all_keys()
     assert half == pytest.approx((whole - mask) / 2 + mask, rel=0.03)
 
 
+def test_gpus_beyond_the_heads_of_keys_and_values_have_copies_of_them():
+    config = fields("llama", hidden_size=1024, num_attention_heads=16, num_key_value_heads=2, attention_bias=False)
+    alike = {**config, "num_key_value_heads": 8}
+    few, many = (planned(what=what, gpus=8, tensor_parallel=8).memory for what in (config, alike))
+    assert few["activations"].most == many["activations"].most
+    assert few["weights"].bytes == many["weights"].bytes
+
+
 @pytest.mark.parametrize("given", [{"what": "gemma-2-9b"}, {"dtype": "fp32"}], ids=["plain", "torch's"])
 def test_scores_that_are_kept_are_those_of_a_share_of_the_heads_to_all_keys(given):
     whole, shared = (gib(planned(**given, gpus=t, tensor_parallel=t), "activations") for t in (1, 4))

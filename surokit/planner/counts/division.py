@@ -92,6 +92,8 @@ class Division:
         """Return the stages of the pipeline with one GPU's experts, in order: the last has the head, and sets the pace."""
         if (e := shape.experts) is not None:
             shape = replace(shape, experts=replace(e, here=e.count // self.expert))
+        if self.tensor > shape.kv_heads:  # several GPUs have the same keys and values
+            shape = replace(shape, kv_heads=self.tensor)
         if self.pipeline == 1:
             return (shape,)
         n = -(-shape.layers // self.pipeline)
