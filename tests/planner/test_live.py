@@ -166,6 +166,20 @@ def test_the_most_layers_train_as_those_of_the_model_do(recipe):
     assert live(2).largest("layers", gib=live(9).memory.gib) == 9
 
 
+def test_weights_that_another_library_quantized_are_said_to_be_planned_in_full():
+    def says(model: Any, **given: Any) -> bool:
+        return any("another library quantized" in note for note in plan(model, **given, **RUN).notes)
+
+    model = decoder()
+    assert not says(model)
+    assert not says(decoder(sk.QNF4.lora(4)))
+    for layer in model.model.layers:
+        codes = torch.zeros(CONFIG.width * CONFIG.ffn // 2, 1, dtype=torch.uint8)
+        layer.mlp.up_proj.weight = torch.nn.Parameter(codes, requires_grad=False)
+    assert says(model)
+    assert not says(model, recipe=sk.QNF4.lora(4))
+
+
 def test_adapters_of_peft():
     model = with_peft(theirs())
     found = plan(model, **RUN)
