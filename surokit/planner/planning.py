@@ -306,7 +306,7 @@ class Plan:
 
         Without `host`, it is what a calibration of the plan's GPU measured, else as published runs had it. Options are those of
         `predict_offload`; those that are not given are the plan's own optimizer's. Raises ValueError where the host or a step's
-        time is not known, TypeError for a host that is not a Host.
+        time is not known and for a model that is divided over GPUs, TypeError for a host that is not a Host.
         """
         return offload_plan.offload(self, host, **options)
 
@@ -470,9 +470,9 @@ def plan(
                 fused layers the outputs of norm and SwiGLU; else all but attention and every second product (PyTorch's selective
                 checkpointing, as torchtitan does it); `recompute_blocks` says how many layers do so, the first, and all without
                 it (sk.fuse has neither "mlp" nor a number of blocks)
-    optimizer   "adamw" (without it), "adamw8bit", "muon" (of hidden matrices, AdamW of the rest), "sgd" (no state), "zenflow" or
-                "offloadadamw" (states on the host), or an optimizer of ours; `state_dtype` is that of its moments, the weights' own
-                without it
+    optimizer   "adamw" (without it), "adamw8bit", "muon" (of hidden matrices, AdamW of the rest), "sgd" (without
+                momentum, and so without state), "zenflow" or "offloadadamw" (states on the host), or an optimizer of ours;
+                `state_dtype` is that of its moments, the weights' own without it
     dtype       of weights and gradients (bf16, or fp16 on a GPU without bf16 products; a live model's own); `master` adds float32
                 masters
     zero        ZeRO stage over `gpus`, or those of them that are data-parallel: 1 shards optimizer states, 2 gradients too,

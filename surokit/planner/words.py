@@ -17,8 +17,17 @@ from surokit import units
 from surokit.formats import TENSOR_CORES
 from surokit.hardware.gpus import BF16_FROM, Gpu
 from surokit.planner.compare.published import PLAUSIBLE_MFU, USUAL_MFU
-from surokit.planner.counts.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds, unmet_targets
+from surokit.planner.counts.flops import (
+    frozen,
+    gemms_of,
+    on_gpu,
+    operand_bits,
+    product_kinds,
+    trained_parameters,
+    unmet_targets,
+)
 from surokit.planner.counts.memory import Memory, Setup
+from surokit.planner.counts.transformers_activations import PLAIN_ATTENTION
 from surokit.planner.inputs.configs import FAMILIES
 from surokit.planner.inputs.fusion import read_fusion
 from surokit.planner.inputs.question import Question
@@ -130,6 +139,9 @@ def _other_than_live(plan: Plan) -> Iterator[str]:
             "layers that PEFT wraps compute by themselves: memory is planned as if nothing were fused but the loss, "
             "time as if they were fused too"
         )
+    every = trained_parameters(plan.shape, plan.parameters, plan.recipe)
+    if setup.trained is not None and setup.division.divides and setup.trained.parameters != every:
+        yield f"what trains of {own.source} is taken to be spread evenly over the GPUs that share it"
     yield from own.notes if setup.trained is not None or plan.given.get("recipe") is None else ()
 
 
@@ -142,7 +154,9 @@ def _with_rank(recipe: Any) -> str:
 def plan_answers(plan: Plan) -> Iterator[str]:
     """Yield whether the plan fits, how long it takes and what it costs, a line each where it is known."""
     words, too_large = verdict(plan)
-    if too_large and plan.setup.replicas > 1 and not plan.setup.zero and not verdict(plan.but(zero=3))[1]:
+    # blocks that are streamed come whole
+    shardable = plan.setup.replicas > 1 and not plan.setup.zero and not plan.setup.prefetch
+    if too_large and shardable and not verdict(plan.but(zero=3))[1]:
         words = words.replace("Does not fit", "Does not fit unsharded")
     yield f"{words}; plan.fitting() says what helps" if too_large else words
     t, estimate = plan.time, plan.estimate
@@ -358,6 +372,12 @@ def plan_notes(plan: Plan) -> Iterator[str]:
             yield f"the adapter's target {', '.join(unmet)} matches no layer that is planned"
     if setup.offloads:
         yield from _offloaded(plan)
+    plain = shape is not None and shape.family in PLAIN_ATTENTION and setup.engine != "fused"
+    if plain and "attention_kernel" not in plan.given and plan.estimate is not None:
+        yield (
+            "attention is plain operations on all scores in transformers' layers of this family; memory counts them, and times are "
+            "those of a fused kernel: expect longer steps, or say by attention_kernel= which one computes it"
+        )
     if time.rate_tflops is None and not plan.has_likely:
         wanted = ["tflops_per_gpu="]
         if gpu is None or gpu.plain_tflops is not None:

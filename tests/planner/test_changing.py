@@ -61,6 +61,17 @@ def test_the_memory_is_that_of_the_part_that_needs_most() -> None:
     assert later.memory.gib <= bf16.memory.gib
 
 
+def test_remedies_put_an_adapter_on_every_part() -> None:
+    p = sk.plan("llama-3.1-8b", **{**RUN, "recipe": CHANGING})
+    changed = [remedy.changes["recipe"] for remedy in p.fitting(gib=20).remedies if "recipe" in remedy.changes]
+    assert len(changed) == 3
+    assert all(part.adapter for recipe in changed for part in recipe.parts)
+    assert {len(recipe.parts) for recipe in changed} == {2}
+    # parts that keep other layers cannot store theirs
+    keeping = p.but(recipe=sk.FP4.then(sk.FP4.keep_first(2), at=0.9)).fitting(gib=20)
+    assert ["store" in remedy.how for remedy in keeping.remedies if "recipe" in remedy.changes] == [False]
+
+
 def test_given_rates_leave_the_cost_as_it_is() -> None:
     whole, first, _ = plans()
     assert whole.days == pytest.approx(first.days)

@@ -7,8 +7,9 @@ import pytest
 
 import surokit as sk
 from surokit.planner.counts.division import WHOLE, Again, Division, sent_again
-from surokit.planner.counts.flops import count_flops
+from surokit.planner.counts.flops import count_flops, placements, trained_parameters
 from surokit.planner.inputs.configs import read_shape
+from surokit.recipe import PROJECTIONS
 from tests.planner.families import fields
 from tests.refusals import refused
 
@@ -58,12 +59,44 @@ def test_stages_of_a_pipeline_make_the_whole():
 
 def test_stages_keep_the_pattern_of_their_layers():
     shape, _ = read_shape(fields("deepseek_v2", num_hidden_layers=9, first_k_dense_replace=1))
-    first, last = Division(pipeline=3).stages(shape)
+    first, middle, last = Division(pipeline=3).stages(shape)
     assert first.expert_layers == (1, 2)
-    assert last.expert_layers == (0, 1, 2)
+    assert middle.expert_layers == last.expert_layers == (0, 1, 2)
     windows, _ = read_shape(fields("gemma2", num_hidden_layers=6))
     stage = Division(pipeline=2).stages(windows)[-1]
     assert [stage.window_of(i) for i in range(3)] == [windows.window_of(i) for i in range(3, 6)]
+
+
+def test_a_recipe_finds_the_layers_of_a_stage_by_their_numbers_in_the_model():
+    shape, _ = read_shape("llama-3-8b")
+    stages = Division(pipeline=4).stages(shape)
+    kept = [placements(stage, sk.FP8.keep_first(2).keep_last(3))[0].layers for stage in stages]
+    assert [sorted({*range(8)} - layers) for layers in kept] == [[0, 1], [], [], [5, 6, 7]]
+    lora = sk.BF16.lora(8, targets=("layers.12.*",))
+    places = [placements(stage, lora)[0] for stage in stages]
+    assert [(sorted(place.adapted), place.below) for place in places] == [
+        ([], False),
+        ([4], False),
+        ([], True),
+        ([], True),
+    ]
+    assert sum(trained_parameters(stage, 0, lora) for stage in stages) == trained_parameters(shape, 0, lora)
+
+
+def test_gradients_go_through_a_stage_to_adapters_of_an_earlier_one():
+    given: dict[str, Any] = {"gpus": 4, "pipeline_parallel": 4, "accumulate": 8, "logits": "fused"}
+    early, late, every = (
+        planned(**given, recipe=sk.BF16.lora(8, targets=targets))
+        for targets in (("layers.3.*",), ("layers.30.*",), PROJECTIONS)
+    )
+    backward = [p.estimate.by_pass()["backward"] for p in (late, early, every)]
+    assert 0 < backward[0] < backward[1] < backward[2]
+    flop = {
+        name: sum(row.flop for row in early.estimate.rows if (row.group, row.step) == ("products", name))
+        for name in ("forward", "backward")
+    }
+    assert flop["backward"] == flop["forward"]  # the gradient of each product's input
+    assert late.memory.gib < early.memory.gib
 
 
 def test_a_gpu_has_its_part_of_the_experts():
@@ -100,12 +133,25 @@ def test_the_first_stage_keeps_micro_batches_in_flight():
     assert "activations in flight" not in [t.name for t in planned(gpus=2, pipeline_parallel=2, batch=8).memory.terms]
 
 
+def test_a_stage_between_the_first_and_the_last_may_be_the_fullest():
+    """The first blocks of a model with experts are dense: the second stage keeps a micro-batch less, and all of its experts."""
+    config = fields("deepseek_v3", num_hidden_layers=16, first_k_dense_replace=3, n_routed_experts=64, vocab_size=320)
+    given: dict[str, Any] = {"what": config, "gpus": 4, "pipeline_parallel": 4, "accumulate": 16, "logits": "fused"}
+    shape, _ = read_shape(config)
+    first, second, third, last = Division(pipeline=4).stages(shape)
+    assert [Division(pipeline=4).in_flight(stage, 16) for stage in (first, second, third, last)] == [4, 3, 2, 1]
+    assert first.parameters < third.parameters == second.parameters < last.parameters
+    p = planned(**given)
+    assert gib(p, "weights") == second.parameters * 2 / 2**30
+    assert gib(p, "activations in flight") == pytest.approx(2 * gib(p, "activations"))
+
+
 def test_the_last_stage_of_an_interleaved_pipeline_waits_with_several():
     whole = {"gpus": 4, "pipeline_parallel": 4, "accumulate": 16, "logits": "whole", "length": 512, "batch": 8}
     shape, _ = read_shape("llama-3-8b")
-    first, last = Division(pipeline=4, virtual=2).stages(shape)
-    flight = [Division(pipeline=4, virtual=2).in_flight(stage, 16) for stage in (first, last)]
-    assert flight == [4 + 3 / 2, 5 / 2]
+    division = Division(pipeline=4, virtual=2)
+    # each stage has a micro-batch less of each of its two parts than the one before
+    assert [division.in_flight(stage, 16) for stage in division.stages(shape)] == [4 + 3 / 2, 9 / 2, 7 / 2, 5 / 2]
     assert planned(**whole, virtual_stages=2).memory.gib > planned(**whole).memory.gib
 
 
@@ -117,6 +163,20 @@ def test_gpus_that_share_layers_share_what_is_made_of_weights_and_see_all_keys()
     whole, half = (gib(planned(**given, gpus=t, tensor_parallel=t), "activations") for t in (1, 2))
     mask = 32 * 8192**2 * 2 / 2**30
     assert half == pytest.approx((whole - mask) / 2 + mask, rel=0.03)
+
+
+def test_gpus_beyond_the_heads_of_keys_and_values_have_copies_of_them():
+    config = fields("llama", hidden_size=1024, num_attention_heads=16, num_key_value_heads=2, attention_bias=False)
+    alike = {**config, "num_key_value_heads": 8}
+    few, many = (planned(what=what, gpus=8, tensor_parallel=8).memory for what in (config, alike))
+    assert few["activations"].most == many["activations"].most
+    assert few["weights"].bytes == many["weights"].bytes
+
+
+@pytest.mark.parametrize("given", [{"what": "gemma-2-9b"}, {"dtype": "fp32"}], ids=["plain", "torch's"])
+def test_scores_that_are_kept_are_those_of_a_share_of_the_heads_to_all_keys(given):
+    whole, shared = (gib(planned(**given, gpus=t, tensor_parallel=t), "activations") for t in (1, 4))
+    assert shared == pytest.approx(whole / 4, rel=0.01)
 
 
 def test_zero_shards_adapters_over_all_that_have_them():
@@ -340,6 +400,13 @@ def test_a_divided_plan_serves_as_a_whole_and_has_enough_layers():
 def test_what_cannot_be_divided_is_refused(given):
     with refused((ValueError, TypeError)):
         planned(**given)
+
+
+def test_a_divided_plan_is_asked_for_no_host():
+    p = planned(gpus=8, tensor_parallel=2, pipeline_parallel=2)
+    for ask in (p.offload, p.streamed):
+        with refused(ValueError):
+            ask()
 
 
 # -- what is computed again, and what the GPU reads from its host

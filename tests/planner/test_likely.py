@@ -280,6 +280,21 @@ def test_engines_order_a_step():
     assert eager > compiled > fused
 
 
+def test_attention_without_a_fused_kernel_is_said_to_take_longer():
+    def says(**given: Any) -> bool:
+        p = planned("gemma-2-2b", **{"gpu": "H100", "batch": 1, "length": 4096, **given})
+        return any("plain operations on all scores" in note for note in p.notes)
+
+    assert says()
+    assert says(engine="compiled")
+    assert not says(attention_kernel="sdpa")
+    assert not says(engine="fused")
+    assert not says(gpu=None)  # of which no time is told
+    assert not any(
+        "plain operations" in note for note in planned("llama-3.1-8b", gpu="H100", batch=1, length=4096).notes
+    )
+
+
 def test_attention_by_its_kernel():
     """The longer a sequence, the more of a step is attention, and the nearer a kernel is to its best."""
     for gpu, length in (("H100", 32768), ("A100", 8192)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,57 @@ def test_what_is_frozen_by_hand():
     after = plan(lora, **RUN)
     assert after.trained_parameters - before.trained_parameters == CONFIG.width
     assert after.notes[0].startswith("1 of 20 parameter tensors train beside the adapters")
+
+
+def test_what_is_frozen_by_hand_is_so_in_each_part_of_a_run():
+    model = decoder(sk.FP8.then(sk.BF16, at=0.5))
+    model.model.embed_tokens.requires_grad_(False)
+    rest = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = plan(model, tokens=1e6, **RUN)
+    for _, part in found.parts:
+        assert part.trained_parameters == rest
+        assert part.memory["optimizer"].bytes == 4 * rest
+
+
+def test_what_is_frozen_by_hand_is_so_where_a_model_is_divided():
+    model = decoder()
+    divided: dict[str, Any] = {"gpu": "H100", "gpus": 2, "tensor_parallel": 2, "fusion": "none", **RUN}
+    everything = plan(model, **divided)
+    assert not any("spread evenly" in note for note in everything.notes)
+    model.model.embed_tokens.requires_grad_(False)
+    every, rest = (sum(p.numel() for p in model.parameters() if p.requires_grad or of_all) for of_all in (True, False))
+    found = plan(model, **divided)
+    share = rest / every
+    assert found.trained_parameters == rest
+    optimizer = [p.memory["optimizer"].bytes for p in (found, everything)]
+    assert optimizer[0] == pytest.approx(share * optimizer[1], rel=1e-4)
+    updates = [
+        sum(row.bytes for row in p.estimate.rows if row.group == "optimizer") for p in (found, everything) if p.estimate
+    ]
+    assert updates[0] == pytest.approx(share * updates[1], rel=1e-4)
+    assert any("spread evenly" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("recipe", [None, sk.BF16.lora(64)], ids=str)
+def test_the_most_layers_train_as_those_of_the_model_do(recipe):
+    def live(layers: int) -> Any:
+        return plan(decoder(recipe, config=replace(CONFIG, layers=layers)), **RUN)
+
+    assert live(2).largest("layers", gib=live(9).memory.gib) == 9
+
+
+def test_weights_that_another_library_quantized_are_said_to_be_planned_in_full():
+    def says(model: Any, **given: Any) -> bool:
+        return any("another library quantized" in note for note in plan(model, **given, **RUN).notes)
+
+    model = decoder()
+    assert not says(model)
+    assert not says(decoder(sk.QNF4.lora(4)))
+    for layer in model.model.layers:
+        codes = torch.zeros(CONFIG.width * CONFIG.ffn // 2, 1, dtype=torch.uint8)
+        layer.mlp.up_proj.weight = torch.nn.Parameter(codes, requires_grad=False)
+    assert says(model)
+    assert not says(model, recipe=sk.QNF4.lora(4))
 
 
 def test_adapters_of_peft():

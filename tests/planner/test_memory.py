@@ -26,6 +26,7 @@ from surokit.models import Decoder, DecoderConfig
 from surokit.models.decoder import KeyValueCache
 from surokit.nn.delayed import banks_of
 from surokit.nn.linear import Linear
+from surokit.optim.spec import Spec
 from surokit.planner import plan
 from surokit.planner.counts import memory as module
 from surokit.planner.counts import tape
@@ -216,6 +217,18 @@ def test_eight_bit_moments_are_what_the_optimizer_holds():
     assert plan(model, optimizer=optimizer).memory["optimizer"].bytes == pytest.approx(held, rel=0.01)
 
 
+def test_momentum_of_sgd_is_a_state_that_is_not_planned():
+    model = Decoder(CONFIG)
+    for momentum in (0.0, 0.9):
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        for optimizer in (plain, Spec(torch.optim.SGD, {"lr": 0.1, "momentum": momentum})):
+            if momentum:
+                with refused(ValueError):
+                    plan(model, optimizer=optimizer)
+            else:
+                assert "optimizer" not in {term.name for term in plan(model, optimizer=optimizer).memory.terms}
+
+
 def test_fits():
     planned = plan(CONFIG, batch=1, length=128, gpu="A100")
     assert planned.fits()
@@ -316,10 +329,13 @@ def test_float32_states_widen_a_chunk_at_a_time():
     assert large["optimizer"].bytes == 10 * small["optimizer"].bytes
     step = plan(CONFIG, batch=1, length=64, state_dtype="fp32").memory
     plain = plan(CONFIG, batch=1, length=64).memory
-    optimizer = [next(p.bytes for p in m.phases if p.name == "optimizer") for m in (step, plain)]
+    masters = plan(CONFIG, batch=1, length=64, state_dtype="fp32", master=True).memory
+    optimizer = [next(p.bytes for p in m.phases if p.name == "optimizer") for m in (step, plain, masters)]
     trained = plan(CONFIG).parameters
     # moments of 4 bytes in place of 2, and float32 copies of weights and gradients while they are updated
     assert optimizer[0] - optimizer[1] == pytest.approx(trained * (2 * 2 + 8))
+    # masters are as wide as the moments
+    assert optimizer[2] - optimizer[1] == pytest.approx(trained * (2 * 2 + 4))
 
 
 # -- the tape, by hand

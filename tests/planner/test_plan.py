@@ -96,6 +96,9 @@ def test_the_answers_come_first():
     assert not whole.fits()
     assert whole.but(zero=3).fits()
     assert whole.answers[0].startswith("Does not fit unsharded: ")
+    # streamed weights are not sharded
+    streamed = said(batch=64, length=8192, gpus=8, offload_weights=True)
+    assert streamed[0].startswith("  Does not fit: ")
     assert said(tokens=1e12)[1].startswith("  Likely takes ")
     assert said(tokens=1e12, usd_per_gpu_hour=2)[2].startswith("  Likely costs ")
     assert said(tokens=1e12, batch=None)[1].startswith("  Takes at least ")

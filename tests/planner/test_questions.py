@@ -507,6 +507,10 @@ def test_chosen_recipes():
     assert own[-1].name == "bf16+qnf4"
     assert all(c.recipe.adapter and c.recipe.adapter.rank == 4 for c in own)
     assert compare_recipes(p, [mine])[0].recipe == mine
+    # its name does not say what it keeps
+    called = [c.name for c in compare_recipes(p.but(recipe=mine))]
+    assert called.count("fp8") == called.count("fp8 (as planned)") == 1
+    assert not any("as planned" in c.name for c in compare_recipes(p.but(recipe=FP8.lora(4))))
     with refused(ValueError):
         compare_recipes(p, [])
     with refused(ValueError):
@@ -874,6 +878,12 @@ def test_what_binds(bounds):
     assert weights.memory.term in ("weights", "gradients")
     faster: Any = binds(p.but(gpu="H200", recompute="full")).time
     assert faster.remedy == "recipe fp8 is at most 1.68 times as fast as bf16"
+    # as fast as what is planned
+    keeping = p.but(gpu="H200", recompute="full", recipe=FP8.keep_first(8).keep_last(8))
+    time: Any = binds(keeping).time
+    gain = keeping.time.floor_step_ms / keeping.but(recipe=FP8).time.floor_step_ms
+    assert 1.02 < gain < 1.5
+    assert time.remedy == f"recipe fp8 is at most {gain:.2f} times as fast as fp8 as planned"
 
 
 def test_a_remedy_says_what_is_left_of_the_same_kind():

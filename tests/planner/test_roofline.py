@@ -519,6 +519,11 @@ def test_the_optimizer_by_hand():
     assert rows["gradient norm"].bytes == n * 2
     wide = {row.module: row for row in estimate(QWEN3_06B, state_dtype="fp32").rows if row.step == "optimizer"}
     assert wide["optimizer"].bytes == n * ((2 + 4) + (2 + 4) + 28 + (4 + 2))
+    # float32 weights are their own masters
+    gpu = dataclasses.replace(find_gpu("H100"), fp32_tflops=67.0).multiplying("fp32")
+    given = {"gpu": gpu, "dtype": "fp32", "state_dtype": "fp32"}
+    own = [estimate(QWEN3_06B, **given, master=master).by_pass()["optimizer"] for master in (False, True)]
+    assert own[0] == own[1]
 
 
 def test_experts_work_for_the_tokens_that_come():

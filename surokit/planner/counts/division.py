@@ -11,8 +11,7 @@
                 among the data-parallel ones, so that a gradient of an expert is summed over 1 / e of these
 
 GPUs that share a model are taken to be of one node where so many fit; then the data-parallel ones spread over nodes.
-The others, gpus / (t p), are data-parallel. Tokens are taken to be spread over the experts evenly. A stage of the pipeline counts
-its own layers from 0 where a recipe keeps some by their number.
+The others, gpus / (t p), are data-parallel. Tokens are taken to be spread over the experts evenly.
 
 Bytes that a GPU sends for a micro-batch of T tokens, width d and w bytes an element, with k experts a token:
 
@@ -90,16 +89,20 @@ class Division:
         return (f"{said} in {self.virtual} virtual stages" if self.virtual > 1 else said).strip()
 
     def stages(self, shape: Shape) -> tuple[Shape, ...]:
-        """Return the first and the last stage of the pipeline with one GPU's experts: the fullest, and the slowest, is one of
-        them."""
+        """Return the stages of the pipeline with one GPU's experts, in order: the last has the head, and sets the pace."""
         if (e := shape.experts) is not None:
             shape = replace(shape, experts=replace(e, here=e.count // self.expert))
+        if self.tensor > shape.kv_heads:  # several GPUs have the same keys and values
+            shape = replace(shape, kv_heads=self.tensor)
         if self.pipeline == 1:
             return (shape,)
         n = -(-shape.layers // self.pipeline)
+        first, last = _layers_from(shape, 0, n), _layers_from(shape, shape.layers - n, n)
+        between = (_layers_from(shape, start, n) for start in range(n, shape.layers - n, n))
         return (
-            replace(_layers_from(shape, 0, n), has_head=False),
-            replace(_layers_from(shape, shape.layers - n, n), has_embedding=False),
+            replace(first, has_head=False),
+            *(replace(stage, has_embedding=False, has_head=False) for stage in between),
+            replace(last, has_embedding=False),
         )
 
     def narrow(self, stage: Shape) -> Shape:
@@ -118,9 +121,9 @@ class Division:
     def in_flight(self, stage: Shape, micro_batches: int) -> float:
         """Return how many micro-batches' activations a stage keeps at a time."""
         p, v = self.pipeline, self.virtual
-        if stage.has_head:  # of an interleaved pipeline, all parts but the last wait for the first backward
-            return min(((v - 1) * p + 1) / v, micro_batches)
-        return min(p + (p - 1) * (v > 1) / v, micro_batches)
+        behind = 0 if stage.has_head else p - 1 - stage.first // stage.layers
+        # of an interleaved pipeline, all parts but the last wait for the first backward
+        return min(((v - 1) * p + 2 * behind + 1) / v if v > 1 else behind + 1, micro_batches)
 
     def fill(self, micro_batches: int) -> float:
         """Return how many times as long as its micro-batches a step takes, while the pipeline fills and empties."""
@@ -190,6 +193,8 @@ def _layers_from(shape: Shape, start: int, n: int) -> Shape:
     return replace(
         shape,
         layers=n,
+        first=start,
+        blocks=shape.layers,
         window_layers=None if windows is None else own(windows),
         experts=replace(e, layers=own(e.layers)) if e is not None and own(e.layers) else None,
     )

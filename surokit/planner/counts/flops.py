@@ -19,7 +19,7 @@ Conventions, since published figures differ in them:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -109,13 +109,15 @@ class Compute:
 @dataclass(frozen=True)
 class Placement:
     """A Placement says what a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which `layers`, and
-    the rank of the adapters on those of the layers `adapted`, 0 without any."""
+    the rank of the adapters on those of the layers `adapted`, 0 without any. `below` is True where an earlier stage of a pipeline
+    has adapters on this kind of weight, so that a gradient goes through all of this one."""
 
     weight: Weight
     quantized: int
     rank: int
     layers: frozenset[int] = frozenset()
     adapted: frozenset[int] = frozenset()
+    below: bool = False
 
     @property
     def adapters(self) -> int:
@@ -146,6 +148,12 @@ class Trained:
     adapter_bytes: int = 0
     peft: str | None = None
 
+    def times(self, share: float) -> Trained:
+        """Return what trains where there is so many times as much of it, in the same dtypes."""
+        parameters = max(1, round(share * self.parameters))
+        size = round(self.bytes / self.parameters * parameters)
+        return replace(self, parameters=parameters, bytes=size, adapter_bytes=round(share * self.adapter_bytes))
+
 
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
     """Place `recipe` on every kind of matrix of the layers and on the head, which comes last if there is one.
@@ -158,22 +166,29 @@ def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
     for w in (*shape.projections, *([shape.head] if shape.has_head else [])):
         layers = _quantized(w, shape, recipe)
         adapted = frozenset() if adapter is None else _adapted(w, adapter)
-        placed.append(Placement(w, w.a_layer * len(layers), adapter.rank if adapted else 0, layers, adapted))
+        rank, below = adapter.rank if adapted else 0, adapter is not None and _adapted_below(w, adapter)
+        placed.append(Placement(w, w.a_layer * len(layers), rank, layers, adapted, below))
     return tuple(placed)
 
 
 @lru_cache(maxsize=1024)  # a plan places its recipe many times, and patterns are slow to match
 def _adapted(weight: Weight, adapter: Any) -> frozenset[int]:
     """Return the layers in which this kind of weight has an adapter."""
-    return frozenset(layer for layer, path in _paths(weight) if adapter.meant(path))
+    return frozenset(layer for layer, path in _paths(weight, weight.layers) if adapter.meant(path))
 
 
-def _paths(weight: Weight) -> Iterator[tuple[int, str]]:
-    """Yield the layers in which a recipe reaches this kind of weight, each with the weight's path there."""
+@lru_cache(maxsize=1024)
+def _adapted_below(weight: Weight, adapter: Any) -> bool:
+    """True if a layer of an earlier stage has an adapter on this kind of weight."""
+    return any(adapter.meant(path) for _, path in _paths(weight, range(-weight.first, 0)) if weight.first)
+
+
+def _paths(weight: Weight, layers: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yield those of the layers in which a recipe reaches this kind of weight, each with the weight's path there."""
     if weight.kind == "head":
         yield _HEAD, weight.name
     elif weight.kind != "other":
-        yield from ((layer, weight.path(layer)) for layer in weight.layers)
+        yield from ((layer, weight.path(layer)) for layer in layers)
 
 
 def unmet_targets(shape: Shape, recipe: Any) -> tuple[str, ...]:
@@ -181,7 +196,7 @@ def unmet_targets(shape: Shape, recipe: Any) -> tuple[str, ...]:
     if (adapter := getattr(recipe, "adapter", None)) is None:
         return ()
     weights = (*shape.projections, *([shape.head] if shape.has_head else []))
-    met = {target for w in weights for _, path in _paths(w) for target in adapter.meant(path)}
+    met = {target for w in weights for _, path in _paths(w, w.layers) for target in adapter.meant(path)}
     return tuple(target for target in adapter.targets if target not in met)
 
 
@@ -194,13 +209,13 @@ def _quantized(weight: Weight, shape: Shape, recipe: Any) -> frozenset[int]:
         or min(weight.n, weight.k) < getattr(recipe, "min_features", 0)
     ):
         return frozenset()
-    kept_by = getattr(recipe, "kept_by", None)
+    kept_by, blocks = getattr(recipe, "kept_by", None), shape.blocks or shape.layers
     if weight.kind == "head":
-        kept = kept_by is None or kept_by(weight.name, shape.layers) is not None
+        kept = kept_by is None or kept_by(weight.name, blocks) is not None
         return frozenset() if kept else frozenset({_HEAD})
     if kept_by is None:
         return frozenset(weight.layers)
-    return frozenset(i for i in weight.layers if kept_by(weight.path(i), shape.layers) is None)
+    return frozenset(i for i in weight.layers if kept_by(weight.path(i), blocks) is None)
 
 
 def frozen(recipe: Any) -> bool:
@@ -232,6 +247,13 @@ def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> f
     if not frozen(recipe):
         return parameters
     return float(sum(p.adapter_parameters for p in placements(shape, recipe))) if shape is not None else 0.0
+
+
+def trained_share(part: Shape, whole: Shape, recipe: Any) -> float:
+    """Return how many times as much trains of one shape as of another: by what the recipe trains, or by their parameters where that
+    is nothing."""
+    mine, every = (trained_parameters(shape, shape.parameters, recipe) for shape in (part, whole))
+    return mine / every if every else part.parameters / whole.parameters
 
 
 def product_kinds(recipe: Any) -> Kinds:
@@ -297,11 +319,11 @@ def gradients(
     shape: Shape, places: tuple[Placement, ...], *, base_trains: bool, training: bool = True
 ) -> Mapping[str, frozenset[int]]:
     """Return the layers in which a tensor has a gradient, by the tensor's name: all where the base trains, else those with an
-    adapter before it."""
+    adapter before it, in an earlier stage of a pipeline too."""
     weights = [(p.weight, set(p.weight.layers), p.adapted) for p in places if p.weight.kind != "head"]
     found: dict[str, set[int]] = {name: set() for w, _, _ in weights for name in (w.reads, *w.writes)}
     found |= {"stream": set(), "context": set()}
-    trains_below = base_trains  # through the embedding
+    trains_below = base_trains or any(place.below for place in places)  # through the embedding, or the stage before
     for layer in range(shape.layers) if training else ():
         live = {"attention", "mlp", "stream"} if trains_below else set()
         for weight, layers, adapted in weights:

@@ -42,7 +42,16 @@ from typing import Any, Literal
 from surokit.fusion import OFF, Fusion
 from surokit.planner.counts.activations import Activations, Ours, loss_rows, replay
 from surokit.planner.counts.division import WHOLE, Division
-from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
+from surokit.planner.counts.flops import (
+    Placement,
+    Recompute,
+    Trained,
+    frozen,
+    gradients,
+    operand_bits,
+    placements,
+    trained_share,
+)
 from surokit.planner.counts.fused_activations import FusedLayers
 from surokit.planner.counts.muon import OWN, SCRATCH, hidden_matrices, hidden_share
 from surokit.planner.counts.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
@@ -230,11 +239,12 @@ class Setup:
         """Return how many GPUs have the same matrices and the same experts, whole or in shards, and ZeRO's stage."""
         return self.replicas, max(1, self.replicas // self.division.expert), self.zero
 
-    def of_part(self, part: Shape, recipe: Any) -> Setup:
-        """Return the setup of one GPU's part of a divided model."""
+    def of_part(self, part: Shape, whole: Shape, recipe: Any) -> Setup:
+        """Return the setup of one GPU's part of a divided model; of what trains of a live one it has its share."""
         blocks = self.recompute_blocks
         blocks = None if blocks is None else -(-blocks // self.division.pipeline)
-        return replace(self, experts=_experts_of(part, recipe), recompute_blocks=blocks)
+        trained = None if self.trained is None else self.trained.times(trained_share(part, whole, recipe))
+        return replace(self, experts=_experts_of(part, recipe), recompute_blocks=blocks, trained=trained)
 
     @property
     def offloads(self) -> str:
@@ -262,6 +272,11 @@ class Setup:
         """Return the bytes of one parameter that trains, which are also those of its gradient."""
         return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
+    @property
+    def has_masters(self) -> bool:
+        """True if what trains has float32 masters beside it; float32 weights are their own."""
+        return self.master and self.trained_width < 4
+
 
 def _experts_of(part: Shape, recipe: Any) -> tuple[float, float]:
     """Return the shares of routed experts in what trains of a part, and in all of its parameters."""
@@ -281,14 +296,14 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
         return _as_typical(typical[0], parameters, recipe, setup)
     if shape is not None and setup.division.divides:
         stages = setup.division.stages(shape)
-        return max((_memory(stage, recipe, setup) for stage in stages), key=lambda memory: memory.gib)
+        return max((_memory(stage, shape, recipe, setup) for stage in stages), key=lambda memory: memory.gib)
     return _count(shape, shape, parameters, recipe, setup)
 
 
-def _memory(stage: Shape, recipe: Any, setup: Setup) -> Memory:
+def _memory(stage: Shape, whole: Shape, recipe: Any, setup: Setup) -> Memory:
     """Count the memory of a GPU that has its part of a pipeline's stage."""
     part = setup.division.narrow(stage)
-    return _count(part, stage, part.parameters, recipe, setup.of_part(part, recipe))
+    return _count(part, stage, part.parameters, recipe, setup.of_part(part, whole, recipe))
 
 
 def _count(shape: Shape | None, stage: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
@@ -573,8 +588,8 @@ def _states(trained: float, setup: Setup, hidden: float = 0.0) -> list[Term]:
         terms.append(Term("optimizer", (own + 2 * rest) * state / o_shard, setup.trained is None, how))
     elif setup.optimizer in OFFLOADING:
         terms.append(_offloaded(trained / o_shard, setup))
-    # float32 weights are their own masters, and those of an offloading optimizer are on the host
-    if setup.master and width < 4 and setup.optimizer not in OFFLOADING:
+    # those of an offloading optimizer are on the host
+    if setup.has_masters and setup.optimizer not in OFFLOADING:
         terms.append(Term("master weights", trained * 4 / o_shard, True, f"{trained:,.0f} x 4 bytes{o_how}"))
     return terms
 
@@ -746,7 +761,8 @@ def _optimizer_scratch(shape: Shape, trained: float, recipe: Any, setup: Setup) 
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
     scratch = 0.0
-    if setup.optimizer in ("adamw", "muon") and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:
+    widens = DTYPE_BYTES[setup.state_dtype] != setup.trained_width and not setup.has_masters
+    if setup.optimizer in ("adamw", "muon") and widens:
         scratch = 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
     if setup.optimizer == "muon":
         each_element = SCRATCH + OWN * (setup.replicas > 1 and not setup.zero)

@@ -168,16 +168,16 @@ class MicroBatch:
         self.width = DTYPE_BYTES[setup.dtype]
         self.base_trains = setup.training and not frozen(recipe)
         self.places = {place.weight.name: place for place in placements(shape, recipe)}
-        has_adapter = any(place.rank for place in self.places.values())
-        self.backward = self.base_trains or (setup.training and has_adapter)
         places = tuple(self.places.values())
+        below = any(place.below for place in places)
+        self.backward = self.base_trains or (setup.training and any(place.rank or place.below for place in places))
         self.flow = gradients(shape, places, base_trains=self.base_trains, training=setup.training)
         # the share of the blocks that backward reaches: those below the first adapter have no gradient
         self.reached = len(reached_layers(self.flow)) / shape.layers
         self.blocks_again = 1.0 if setup.recompute_blocks is None else setup.recompute_blocks / shape.layers
         self.again = self.blocks_again * (self.backward and setup.repeats != "none")
         # nothing wants a gradient of what enters the first of them where it is frozen: its norm and its skip have none
-        self.blind = int(self.reached > 0 and not self.base_trains)
+        self.blind = int(self.reached > 0 and not self.base_trains and not below)
         # a calibration may have measured a CPU although the setup is for CUDA
         self.device = "cpu" if gpu.device == "cpu" else setup.device
         one_kernel_each = setup.layers == "surokit" or setup.engine != "eager"
@@ -453,11 +453,11 @@ def _update(shape: Shape, recipe: Any, setup: Setup, trained: float, tensors: in
     mine = trained / setup.shards_from(1)
     if not setup.in_backward:  # where there is never a whole gradient to take the norm of
         yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
-    p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it
+    p = 2 * e if not setup.has_masters else 8 + e  # the parameter, or its float32 master and a copy of it
     moments = {"adamw": 4 * state, "muon": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
     moved = p + e + moments
     launches = -(-tensors // _TENSORS_8BIT) if setup.optimizer == "adamw8bit" else foreach
-    if setup.optimizer in ("adamw", "muon") and state != e and not setup.master:
+    if setup.optimizer in ("adamw", "muon") and state != e and not setup.has_masters:
         # torch's kernel wants one dtype: parameters and gradients are widened first, and parameters narrowed afterwards
         moved = (e + 4) + (e + 4) + 7 * 4 + (4 + e)
         launches = 3 * foreach

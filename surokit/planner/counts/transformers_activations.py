@@ -15,9 +15,9 @@ from collections.abc import Callable
 from surokit.planner.counts.activations import QKV, BlockKind, Ours
 from surokit.planner.counts.tape import Value
 
-# Families that transformers gives plain attention: tensors of scores kept in the model's dtype, and in float32. A soft cap keeps
-# its tanh; the softmax is float32 for Gemma and in the model's dtype for gpt-oss.
-_PLAIN_ATTENTION = {"gemma2": (2, 1), "gpt_oss": (1, 0)}
+#: Families that transformers gives plain attention: tensors of scores kept in the model's dtype, and in float32. A soft cap keeps
+#: its tanh; the softmax is float32 for Gemma and in the model's dtype for gpt-oss.
+PLAIN_ATTENTION = {"gemma2": (2, 1), "gpt_oss": (1, 0)}
 
 
 class Theirs(Ours):
@@ -92,10 +92,10 @@ class Theirs(Ours):
             self.grouped and self.w == 4 and not self.on_cpu
         )  # none fused: windows have masks, and then keys are repeated
         unmasked = any(not self.kind(i).masked for i in range(s.layers))
-        return s.family in _PLAIN_ATTENTION or (s.latent is not None and self.on_cpu) or (math and unmasked)
+        return s.family in PLAIN_ATTENTION or (s.latent is not None and self.on_cpu) or (math and unmasked)
 
     def _attend(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        plain = self.shape.family in _PLAIN_ATTENTION
+        plain = self.shape.family in PLAIN_ATTENTION
         if not plain and not masked and (self.on_cpu or self.w < 4 or not self.grouped):
             return self.fused_attention(q, k, v, masked)
         attend = self._plain_attention if plain else self.fused_attention if masked else self._all_scores
@@ -106,8 +106,8 @@ class Theirs(Ours):
 
     def _plain_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
         """Replay attention that the model computes in plain operations on the scores, with what each of them keeps."""
-        own, wide = _PLAIN_ATTENTION[self.shape.family]
-        each = self.tokens * self.shape.heads * self.length  # scores
+        own, wide = PLAIN_ATTENTION[self.shape.family]
+        each = self.tokens * self.shape.heads * self.keys  # scores
         kept = each * (own * self.w + wide * 4.0 * (self.w < 4))
         passing = each * (self.w + 4.0)
         size = self.of(self.context)
@@ -148,7 +148,7 @@ class Theirs(Ours):
     def _all_scores(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
         """Replay torch's attention without a fused kernel, which keeps all scores in float32."""
         tape, wide = self.tape, 4 / self.w
-        scores = self.wide(self.shape.heads * self.length)
+        scores = self.wide(self.shape.heads * self.keys)
         extra = scores + (q.bytes + k.bytes) * wide + self.wide(self.context) if self.w < 4 else scores
         keeps = () if self.w < 4 else (q, k, v)
         size = self.of(self.context)

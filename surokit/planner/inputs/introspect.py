@@ -38,6 +38,10 @@ class LiveArguments:
         """True if this is the model's recipe; None and BF16 are the same."""
         return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
 
+    def has_part(self, recipe: Any) -> bool:
+        """True if this is the model's recipe, or a part of one that changes on the way."""
+        return self.has(recipe) or (recipe or BF16) in (self.arguments.get("recipe") or BF16).parts
+
 
 NOTHING = LiveArguments()
 
@@ -73,7 +77,13 @@ def read_own(what: Any) -> LiveArguments:
             f"{len(base) - trains} of {len(base)} parameter tensors are frozen: gradients and the optimizer's states leave them "
             "out, FLOPs and activations are those of training all"
         )
-    arguments = {"recipe": _recipe(model, adapters), **_fusion(model), **_on_the_host(model)}
+    recipe = _recipe(model, adapters)
+    if (packed := sum(map(_is_packed, base))) and getattr(recipe, "storage", None) is None:
+        notes.append(
+            f"{packed} weights that another library quantized are planned as if they were not: sk.apply takes them over, or give "
+            "recipe= with their storage"
+        )
+    arguments = {"recipe": recipe, **_fusion(model), **_on_the_host(model)}
     if (isinstance(what, Trainer) and what.compile) or hasattr(model, "_orig_mod"):
         arguments["fusion"] = "none"
         notes.append("torch.compile is not planned: the step is taken as eager, with nothing fused")
@@ -82,6 +92,11 @@ def read_own(what: Any) -> LiveArguments:
     source = "the session" if isinstance(what, Trainer) else f"the live {type(model).__name__}"
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return LiveArguments(source, arguments, trained if trained.parameters else None, tuple(notes))
+
+
+def _is_packed(p: Any) -> bool:
+    """True if a parameter holds codes in place of numbers, as bitsandbytes' and transformers' quantized layers do."""
+    return str(getattr(p, "dtype", "")).rpartition(".")[2].startswith(("uint8", "int8", "float8"))
 
 
 def _trains(p: Any) -> bool:

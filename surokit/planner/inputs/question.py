@@ -270,8 +270,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         what = "offload_weights updates on the host" if prefetch else what
         raise ValueError(f"optimizer_in_backward uses each gradient as it arrives, and {what}: leave one of them out.")
     # the parameters that train are those of the model as it is: with another recipe or dtype they are not known
-    as_given = subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)
-    as_it_is = q.training and as_given and not division.divides
+    as_it_is = q.training and subject.own.has_part(q.recipe) and dtype == read_dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None
     state_dtype = q.state_dtype or _option(q.optimizer, "state_dtype") or (trained and trained.dtype) or dtype
     deferral = read_deferral(q.optimizer)
@@ -311,11 +310,15 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         attention_kernel=q.attention_kernel or kernel,
         division=division,
     )
-    if division.divides and setup.offloads:
-        raise ValueError(
-            f"{setup.offloads} on the host are planned of whole models: plan a model that is not {division.words}."
-        )
+    if setup.offloads:
+        check_whole(division, setup.offloads)
     return replace(setup, graphs=False) if setup.offloads else setup
+
+
+def check_whole(division: Division, what: str) -> None:
+    """Raise ValueError where the model is divided, of which nothing is planned on the host; `what` would be there."""
+    if division.divides:
+        raise ValueError(f"{what} on the host are planned of whole models: plan a model that is not {division.words}.")
 
 
 def _check_muon(optimizer: str, shape: Shape | None, division: Division, training: bool) -> None:
@@ -439,12 +442,17 @@ def read_dtype(value: Any) -> str:
 
 def read_optimizer(value: Any) -> str:
     """Return the plan's name of an optimizer, given as an object, a class, a spec or a name."""
-    value = getattr(value, "optimizer", value)  # a spec names its class
-    kind = value if isinstance(value, type) else type(value)
-    name = (value if isinstance(value, str) else kind.__name__).lower()
+    named = getattr(value, "optimizer", value)  # a spec names its class
+    kind = named if isinstance(named, type) else type(named)
+    name = (named if isinstance(named, str) else kind.__name__).lower()
     if name not in _OPTIMIZERS:
         known = ", ".join(repr(each) for each in _OPTIMIZERS if each not in ("none", "sgd"))
         raise ValueError(f"optimizer={name!r} has no known state size: use {known} or 'sgd'.")
+    if name == "sgd" and (momentum := _option(value, "momentum")):
+        raise ValueError(
+            f"SGD with momentum={momentum:g} has a state, which is not planned: give optimizer='adamw', which has two, or "
+            "momentum=0."
+        )
     return _OPTIMIZERS[name]
 
 
@@ -458,5 +466,7 @@ def read_deferral(optimizer: Any) -> dict[str, Any]:
 
 def _option(optimizer: Any, name: str) -> Any:
     """Return an option of an optimizer, or of a spec that holds its options."""
-    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {}) | getattr(optimizer, "helpers", {})
+    held: dict[str, Any] = {}
+    for where in ("defaults", "options", "settings", "helpers"):
+        held |= getattr(optimizer, where, {})
     return getattr(optimizer, name, None) or held.get(name)

@@ -9,7 +9,7 @@ where gradients flow. Everything is counted as transformers builds the model; no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 #: A matrix belongs to a "linear" layer, which recipes reach; to one "expert" of many, each taken as linear layers of its own;
@@ -21,8 +21,9 @@ Kind = Literal["linear", "expert", "other", "head"]
 class Weight:
     """A Weight is one kind of weight matrix [n, k], present `count` times, of which a token passes `active` (all without a router).
 
-    `layers` are the blocks that have it, all the same number. `reads` names the tensor that it multiplies, which weights of one
-    input share; `writes` names the tensors that its output goes into.
+    `layers` are the blocks that have it, all the same number; of a stage of a pipeline they are counted from the model's block
+    `first`. `reads` names the tensor that it multiplies, which weights of one input share; `writes` names the tensors that its
+    output goes into.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Weight:
     reads: str = ""
     writes: tuple[str, ...] = ()
     kind: Kind = "linear"
+    first: int = 0
 
     def __post_init__(self) -> None:
         if self.active < 0:
@@ -55,7 +57,8 @@ class Weight:
 
     def path(self, layer: int) -> str:
         """Return the full module name in block `layer`, which a recipe's rules match; the first expert stands for all."""
-        return f"model.layers.{layer}.{self.name.replace('experts.', 'experts.0.') if self.kind == 'expert' else self.name}"
+        name = self.name.replace("experts.", "experts.0.") if self.kind == "expert" else self.name
+        return f"model.layers.{self.first + layer}.{name}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Shape:
     attention, `head_dim` the width of a head's query and key. `sliding_window` holds in the blocks `window_layers` (None: in
     all). `norms` is the number of a block's norms over `width`. `layout` says which matrices are one: "split" none, "fused" q, k,
     v and gate, up (Phi-3), "gpt2" q, k, v. `positions` is the number of learned positions. A stage of a
-    pipeline may have no embedding, or no head.
+    pipeline may have no embedding, or no head; its layers are those from `first` on of a model of `blocks` (0: it is no stage).
     """
 
     layers: int
@@ -139,6 +142,8 @@ class Shape:
     latent: Latent | None = None
     has_embedding: bool = True
     has_head: bool = True
+    first: int = 0
+    blocks: int = 0
 
     @property
     def words(self) -> str:
@@ -205,7 +210,8 @@ class Shape:
     @property
     def projections(self) -> tuple[Weight, ...]:
         """Return the matrices of the blocks in the order in which data flows; recipes quantize them, and adapters go on them."""
-        return (*self._attention(), *self._feed_forward())
+        found = (*self._attention(), *self._feed_forward())
+        return tuple(replace(weight, first=self.first) for weight in found) if self.first else found
 
     def _attention(self) -> Iterator[Weight]:
         d, q, kv, every = self.width, self.query_width, self.kv_width, tuple(range(self.layers))

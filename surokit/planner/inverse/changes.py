@@ -201,8 +201,11 @@ def _smaller_weights(plan: Plan) -> Iterator[Change]:
         if stored.storage.bits >= bits - 1:
             continue
         lora = _lora_text(adapter) if adapter != Lora() else ""
-        if own.quantized_products:
-            recipe = replace(base.store(stored), adapter=adapter)
+        if any(part.quantized_products for part in own.parts):
+            try:
+                recipe = base.store(stored).lora(adapter.rank, adapter.alpha, adapter.targets, adapter.init)
+            except ValueError:  # a run whose parts keep other layers does not store the same ones
+                continue
             how = f"{name}.store(sk.{storage}){lora or '.lora()'}"
         else:
             recipe = replace(stored, adapter=adapter)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from surokit.planner.counts.flops import frozen
 from surokit.planner.counts.memory import STATES, Memory, blocks_of, count_memory
-from surokit.planner.inputs.question import Asked
+from surokit.planner.inputs.question import Asked, check_whole
 from surokit.planner.inverse.budgets import known_memory_budget
 from surokit.planner.inverse.remedies import Fitting, fitting
 from surokit.planner.offload.formulas import (
@@ -48,6 +48,7 @@ _CLASSES = {
 
 def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
     """Predict a step with the optimizer's states on the host; see `Plan.offload`."""
+    check_whole(plan.setup.division, "The optimizer's states")
     host, known = _host(plan, host, "offload")
     if plan.setup.offload_states:
         plan = plan.but(offload_states=None)  # another way to keep them there

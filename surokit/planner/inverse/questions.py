@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from surokit import arguments, units
 from surokit.planner.counts.communication import Speedup
-from surokit.planner.counts.flops import frozen
+from surokit.planner.counts.flops import frozen, trained_share
 from surokit.planner.inverse.budgets import memory_budget
 from surokit.planner.inverse.remedies import fitting
 
 if TYPE_CHECKING:
+    from surokit.planner.inputs.introspect import LiveArguments
     from surokit.planner.inputs.shape import Shape
     from surokit.planner.planning import Plan
 
@@ -256,9 +257,18 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
     def deep(n: int) -> Plan:
         other = _in_layers(shape, n)
         name = f"{shape.family} of {units.count(other.parameters)} parameters in {n} layers"
-        return _of(plan, shape=other, parameters=float(other.parameters), name=name)
+        return _of(plan, shape=other, parameters=float(other.parameters), name=name, own=_own_in(plan, other))
 
     return deep
+
+
+def _own_in(plan: Plan, other: Shape) -> LiveArguments:
+    """Return what the live model of a plan would have in another number of layers: what trains of it grows as its recipe's does."""
+    own, trained = plan.subject.own, plan.subject.own.trained
+    assert plan.shape is not None
+    return (
+        own if trained is None else replace(own, trained=trained.times(trained_share(other, plan.shape, plan.recipe)))
+    )
 
 
 def _with_activations(plan: Plan) -> Plan:

@@ -6,6 +6,7 @@ its own dense peak: an emulated recipe then looks as fast as bfloat16, so none i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -55,7 +56,8 @@ def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: flo
     names       recipes or their names; all named ones without it, and bfloat16 with an adapter where any freezes the base
     gib         memory to fit into, GiB; the GPU's own without it
 
-    A plan whose recipe has an adapter compares recipes with that adapter. Columns are the fields of `RecipeChoice`, recipe by name.
+    A plan whose recipe has an adapter compares recipes with that adapter. The plan's own recipe is among all, "as planned" where it
+    keeps other layers than the named one that it is called after. Columns are the fields of `RecipeChoice`, recipe by name.
     """
     rows = [{"recipe": c.name, **{k: getattr(c, k) for k in _COLUMNS}} for c in compare_recipes(plan, names, gib=gib)]
     return data_frame(rows)
@@ -68,7 +70,9 @@ def compare_recipes(
     room = known_memory_budget(plan, gib)
     rows = []
     bases: dict[Recipe, tuple[float | None, str]] = {}
-    for recipe, baseline in candidates(plan, names):
+    pairs = candidates(plan, names)
+    called = Counter(label_of(recipe) for recipe, _ in pairs)
+    for recipe, baseline in pairs:
         again = plan.but(recipe=recipe)
         step_ms, kind = _step(again)
         if baseline not in bases:
@@ -76,7 +80,7 @@ def compare_recipes(
         base_ms, base_kind = bases[baseline]
         products, why = products_on(recipe, plan.gpu)
         choice = RecipeChoice(
-            name=label_of(recipe),
+            name=label_of(recipe) + " (as planned)" * (recipe == plan.recipe and called[label_of(recipe)] > 1),
             recipe=recipe,
             step_ms=step_ms,
             kind=kind,
@@ -113,7 +117,8 @@ def candidates(plan: Plan, names: Iterable[str | Recipe] | None = None) -> list[
     chosen = [find_recipe(name) for name in names] if names is not None else list(named.values())
     if not chosen:
         raise ValueError("There is no recipe to compare: give names, or none for all of them.")
-    if names is None and isinstance(own, Recipe) and own.name not in named:
+    # whatever it is called: layers that a recipe keeps are not in its name
+    if names is None and isinstance(own, Recipe) and replace(own, adapter=None, keeps_decoded=None) not in chosen:
         chosen.append(own)
     if adapter is not None:
         chosen = [r.lora(adapter.rank, adapter.alpha, adapter.targets) for r in chosen]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from surokit import units
 from surokit.planner.inverse.budgets import Space, known_memory_budget, memory_budget, space_of
 from surokit.planner.inverse.changes import Change, dividing, merged, saving_memory, smaller_batch
-from surokit.planner.inverse.recipe_choice import compare_recipes
+from surokit.planner.inverse.recipe_choice import compare_recipes, label_of
 from surokit.planner.inverse.speedups import LEAST_GAIN, FasterWay, faster
 from surokit.tables import data_frame, html_table, text_table
 
@@ -548,13 +548,15 @@ def _time_binding(plan: Plan) -> Binding | None:
         mine = sum(seconds for name, seconds in at_peak.items() if name.partition(".")[0] == module)
         term, share = f"the products of {module}", mine / total
         how = "the least time of a step, each product at its dense peak"
-    best = next((c for c in compare_recipes(plan) if c.fastest and c.speedup and c.speedup > 1.02), None)
+    best, own = next((c for c in compare_recipes(plan) if c.fastest), None), plan.step_time or plan.computing_time
     remedy = ""
-    if best is not None and best.recipe != plan.recipe:
+    if best and own and best.step_ms and best.kind == own.kind and own.ms > 1.02 * best.step_ms:
         word = {"bound": "at most", "optimistic": "estimated"}.get(
             best.kind, best.kind.replace("prediction", "predicted")
         )
-        remedy = f"recipe {best.name} is {word} {best.speedup:.2f} times as fast as {best.against}"
+        planned = "bf16" if plan.recipe is None else label_of(plan.recipe)
+        planned += " as planned" * (planned == best.name)
+        remedy = f"recipe {best.name} is {word} {own.ms / best.step_ms:.2f} times as fast as {planned}"
     return Binding("time", term, share, how, remedy)
 
 

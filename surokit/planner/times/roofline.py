@@ -34,8 +34,7 @@ from surokit.hardware.linear import Pass
 from surokit.hardware.rates import GAP_US, Rates, rates_of
 from surokit.planner.counts.communication import GPUS_A_NODE, Communication, both, communicate
 from surokit.planner.counts.division import NO_EXCHANGE, Exchange, sent_again
-from surokit.planner.counts.flops import Compute, frozen, on_gpu, placements
-from surokit.planner.counts.flops import trained_parameters as count_trained
+from surokit.planner.counts.flops import Compute, frozen, on_gpu, placements, trained_share
 from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
 from surokit.planner.counts.muon import muon_step
@@ -303,10 +302,10 @@ def estimate_step(
     whole, stage, division = compute, shape, setup.division
     if division.divides:
         stage = division.stages(shape)[-1]  # the slowest: it has the head
-        shape = division.narrow(stage)
-        setup = setup.of_part(shape, recipe)
+        model, shape = shape, division.narrow(stage)
+        setup = setup.of_part(shape, model, recipe)
         compute = step_flops(shape, on_gpu(recipe, gpu), setup, whole.attention)
-        trained_parameters = count_trained(shape, shape.parameters, recipe)
+        trained_parameters *= trained_share(shape, model, recipe)
     if setup.graphs:
         rates = replace(rates, launch_us=0.0, graphs=True)
     recipe = on_gpu(recipe, gpu)
