@@ -32,7 +32,7 @@ from surokit.kernels.reference.random import bits
 from surokit.optim.parts import Held, Part, Place, overlaps
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import ADAMW_MOMENTS, adamw_states, decay_groups, given_order, in_groups_of
-from surokit.optim.tensors import gradients_of, is_sharded, local, on_device, scale_and_mask, shard_number
+from surokit.optim.tensors import gradients_of, is_sharded, local, memory_order, on_device, scale_and_mask, shard_number
 from surokit.torch_private import declare_amp_scaling, foreach_add_, foreach_copy_, foreach_sub_, fused_adamw_
 
 Rounding = Literal["nearest", "stochastic"]
@@ -167,8 +167,9 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
-        for p, state in zip(params, states):
-            _lay_as(p, state)
+        if any(p.stride() != state["exp_avg"].stride() for p, state in zip(params, states)):
+            for p, state in zip(params, states):
+                _lay_as(p, state)
         params, grads = local(params), gradients_of(params)
         moments, squares = local([s["exp_avg"] for s in states]), local([s["exp_avg_sq"] for s in states])
         steps = [s["step"] for s in states]
@@ -378,7 +379,7 @@ def _lay_as(p: Tensor, state: dict[str, Tensor]) -> None:
     (weight,) = local([p])
     for name in ADAMW_MOMENTS:
         (moment,) = local([state[name]])
-        if moment.stride() != weight.stride() and moment.device == weight.device:
+        if memory_order(moment) != memory_order(weight) and moment.device == weight.device:
             state[name] = torch.empty_like(p, dtype=moment.dtype).copy_(state[name])
 
 
