@@ -56,7 +56,9 @@ def add(commands: Any) -> None:
         help="your own prompts, one a line, sent in turn, instead of --input-tokens",
     )
     bench.add_argument("--chat", action="store_true", help="messages to chat/completions, not texts to completions")
-    bench.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and, with the time, of prompts (0)")
+    bench.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of arrivals and, with the time, of prompts (0)"
+    )
     bench.add_argument(
         "--connections", type=int, default=1024, metavar="N", help="at most so many requests at once (1024)"
     )
