@@ -42,6 +42,10 @@ class Peers:
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="surokit-checkpoint")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the thread out of a copy of a session, which begins one of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_thread"}
+
     def later(self, work: Callable[[], T]) -> Future[T]:
         """Do the work in the thread, after what was asked for and what was launched on the GPU before; the interpreter does not
         end before it is done."""

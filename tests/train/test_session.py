@@ -1003,7 +1003,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny: torch.nn.Module) -> 
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda session: pickle.loads(pickle.dumps(session))])
-def test_a_session_is_copied(how: Callable[[Session], Session]) -> None:
+def test_a_session_is_copied(how: Callable[[Session], Session], tmp_path: Path) -> None:
+    saved = make_session(run_dir=tmp_path / "run")
+    saved.run(1)
+    saved.save(wait=False)  # in a thread that all sessions of one process share, and no copy has
     session = make_session()
     session.run(3)
     twin = how(session)
