@@ -673,6 +673,19 @@ def test_a_profiler_is_seen_from_its_thread_and_from_others():
     assert look() == (False, False)
 
 
+def test_a_quick_range_is_one_event_of_its_name():
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        torch.profiler.profile(activities=activities, acc_events=True) as profiler,
+        torch_private.quick_range("a range"),
+    ):
+        torch.ones(1)
+    assert profiler.profiler is not None
+    found = {e.name(): e for e in profiler.profiler.kineto_results.events()}
+    assert found["a range"].start_ns() <= found["aten::ones"].start_ns() < found["a range"].end_ns()
+    assert [e.name() for e in profiler.profiler.kineto_results.events()].count("a range") == 1
+
+
 def test_what_is_not_compiled_is_called_as_it_is():
     traced: list[bool] = []
 

@@ -17,7 +17,15 @@ from surokit.profiler.analysis.timeline import Kind
 from surokit.profiler.monitoring.monitor import Monitor
 from surokit.profiler.monitoring.windows import FIRST
 from surokit.profiler.record import watch as watching
-from surokit.profiler.record.tracer import LEAVES_OUT, new_trace, read_events, start, stopped, without_chatter
+from surokit.profiler.record.tracer import (
+    LEAVES_OUT,
+    clock_offset,
+    new_trace,
+    read_events,
+    start,
+    stopped,
+    without_chatter,
+)
 from tests.clocks import Clock
 from tests.profiler.models import Net, by, line_of, row, train
 from tests.refusals import refused
@@ -676,6 +684,18 @@ def test_events_of_older_torch():
     events = [event for event, _ in read_events(told)]
     assert [e.kind for e in events] == [Kind.OP, Kind.RUNTIME, Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET, Kind.ANNOTATION]
     assert [(e.correlation, e.external) for e in events[:3]] == [(-1, 3), (3, 2), (3, 2)]
+
+
+def test_the_clocks_are_compared_from_both_sides():
+    """torch's clock is 1000 behind the host's. A thread that waits for a processor delays what comes behind the wait."""
+    quiet = ((1100, 1300, 1500), (200, 400))
+    waits_before_the_start = ((1100, 9300, 9500), (8200, 8400))
+    waits_inside = ((1100, 9300, 9500), (200, 8400))
+    waits_behind_the_end = ((1100, 1300, 9500), (200, 400))
+    assert clock_offset([]) == 0
+    assert clock_offset([quiet]) == 1000
+    assert clock_offset([waits_before_the_start] * 5) == 1000
+    assert clock_offset([waits_before_the_start, waits_inside, waits_behind_the_end]) == 1000
 
 
 def test_torchs_warning_about_cycles_is_not_given_and_no_event_is_read_that_nobody_asks_for(monkeypatch):

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity
 from surokit.profiler.analysis.timeline import CATEGORIES, Event, Kind
 from surokit.profiler.analysis.work import Inputs, inputs_of
 from surokit.profiler.record.messages import Message, is_noting, message_of
-from surokit.torch_private import in_backward, profiler_runs, profiler_runs_anywhere
+from surokit.torch_private import in_backward, profiler_runs, profiler_runs_anywhere, quick_range
 
 LEAVES_OUT = torch.__version__ < "2.13"  # what torch records is without the ranges that are open as it stops
 _CLOCK = "surokit::clock"
@@ -44,7 +44,7 @@ class RawTrace:
     """A RawTrace holds what was recorded between a start and a stop, unread until it is needed."""
 
     results: Any  # torch's own
-    clocks_ns: tuple[int, ...]  # the host's time just inside each range named _CLOCK
+    clocks_ns: tuple[tuple[int, int, int], ...]  # the host's time before, inside and behind each range named _CLOCK
     start_ns: int
     end_ns: int
     shaped: bool
@@ -79,10 +79,9 @@ class RawTrace:
     @cached_property
     def _pairs(self) -> list[tuple[Event, Any]]:
         raw = self.results.events()
-        # torch's clock and the host's differ by microseconds at most; the smallest of the pairs is the offset (a range
-        # starts just before the host's clock is read).
         clocks = [e for e in raw if e.name() == _CLOCK]
-        offset = min((host - mine.start_ns() for host, mine in zip(self.clocks_ns, clocks)), default=0)
+        edges = [(e.start_ns(), e.end_ns()) for e in clocks]
+        offset = clock_offset(list(zip(self.clocks_ns, edges)))
         pairs = [pair for pair in read_events(raw, offset) if pair[0].name != _CLOCK]
         if self.unended is not None and clocks:
             name, start_ns = self.unended
@@ -99,7 +98,7 @@ class Tracer:
         self.gpu = gpu
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         self._trace: Any = None
-        self._clocks_ns: tuple[int, ...] = ()
+        self._clocks_ns: tuple[tuple[int, int, int], ...] = ()
         self._step: tuple[str, int] | None = None  # the range of an optimizer's step, and when it began
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -129,7 +128,7 @@ class Tracer:
 
     def begin(self) -> None:
         """Begin the recording that counts; the events before it are calibration."""
-        self._clocks_ns += tuple(_clock_pair() for _ in range(3))
+        self._clocks_ns += tuple(_read_clocks() for _ in range(5))
         self._start_ns = time.time_ns()
 
     def stop(self) -> RawTrace | None:
@@ -207,9 +206,26 @@ def ranges_left() -> bool:
     return bool(_left)
 
 
-def _clock_pair() -> int:
-    with torch.profiler.record_function(_CLOCK):
-        return time.time_ns()
+def _read_clocks() -> tuple[int, int, int]:
+    mark = quick_range(_CLOCK)
+    before = time.time_ns()
+    with mark:
+        inside = time.time_ns()
+    return before, inside, time.time_ns()
+
+
+def clock_offset(readings: Sequence[tuple[tuple[int, int, int], tuple[int, int]]]) -> int:
+    """Return the nanoseconds from torch's clock to the host's, 0 without readings. Each reading holds the host's time before,
+    inside and behind a range, and the range's start and end by torch's clock.
+
+    The range starts and ends between two readings of the host's clock, which bounds the offset from both sides; a thread that had
+    to wait for a processor only widens the bounds of that reading. The middle of the narrowest bounds is right to .1 us.
+    """
+    if not readings:
+        return 0
+    lower = max(host - own for (before, inside, _), edges in readings for host, own in zip((before, inside), edges))
+    upper = min(host - own for (_, inside, behind), edges in readings for host, own in zip((inside, behind), edges))
+    return (lower + upper) // 2
 
 
 # ----------------------------------------------------------------------------------------------------------------
