@@ -89,13 +89,15 @@ def _points(axes: Axes, cells: list[Cell], several: bool) -> None:
     machines = list(dict.fromkeys(cell.machine for cell in cells))
     markers = "osD^vP*X"
     points = []
-    for number, cell in enumerate(cells, 1):
+    for cell in cells:
         assert cell.tokens_per_s is not None
         assert cell.peak_gib is not None
         x, y = cell.peak_gib, cell.tokens_per_s.mid
         points.append((x, y))
         axes.plot(x, y, markers[machines.index(cell.machine) % len(markers)], color="#0072b2")
-        axes.annotate(str(number), (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
+    for place, numbers in _together(points):
+        label = ", ".join(map(str, numbers))
+        axes.annotate(label, place, textcoords="offset points", xytext=(4, 3), fontsize=7)
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda p: (p[0], -p[1])):
         if not best or y > best[-1][1]:
@@ -105,6 +107,20 @@ def _points(axes: Axes, cells: list[Cell], several: bool) -> None:
     axes.set(xlabel="peak memory, GiB", ylabel="tokens/s", xlim=(0, 1.08 * max((x for x, _ in points), default=1)))
     axes.set_ylim(0, 1.08 * max((y for _, y in points), default=1))
     axes.text(1.02, 1.0, "\n".join(said), transform=axes.transAxes, fontsize=7, va="top")
+
+
+def _together(points: list[tuple[float, float]]) -> list[tuple[tuple[float, float], list[int]]]:
+    """Return places with the numbers, from 1, of the points there. Points whose numbers would overlap share a place."""
+    found: list[tuple[tuple[float, float], list[int]]] = []
+    wide, high = (max((p[axis] for p in points), default=0.0) for axis in (0, 1))
+    for number, (x, y) in enumerate(points, 1):
+        near = (numbers for (u, v), numbers in found if abs(x - u) <= 0.05 * wide and abs(y - v) <= 0.025 * high)
+        shared = next(near, None)
+        if shared is None:
+            found.append(((x, y), [number]))
+        else:
+            shared.append(number)
+    return found
 
 
 __all__ = ["PIECES", "picture"]

@@ -336,6 +336,9 @@ def test_the_picture_has_a_bar_a_cell_and_a_frontier(found):
     assert [ends[i] for i in range(4)] == pytest.approx([100, 75, 70 / 0.6, 50 / 0.6], rel=1e-6)
     frontier = points.lines[-1].get_xydata()
     assert frontier.tolist() == [[0.25, pytest.approx(600 / 0.07)], [0.5, pytest.approx(600 / 0.045)]]
+    assert [text.get_text() for text in points.texts[:-1]] == ["1", "2", "3", "4"]
+    points = Dissection([*found.cells, replace(FLASH, name="much the same")]).plot().axes[1]
+    assert [text.get_text() for text in points.texts[:-1]] == ["1", "2, 5", "3", "4"]
 
 
 def test_a_bar_that_is_far_longer_than_the_others_is_cut_and_says_its_length(found):
