@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         "--length": "tokens a sequence (128)",
         "--accumulate": "batches a step (1)",
         "--layers": "of a model of its own (4)",
-        "--width": "of a model of its own (128)",
+        "--width": "of a model of its own (128), a multiple of 32",
         "--lr": "learning rate (1e-3)",
         "--seed": "of everything that is drawn (0)",
         "--turn-s": "seconds of a turn",
