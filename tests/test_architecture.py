@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "ranks": "",
     "child_processes": "",
     "blocks": "",
+    "endings": "",
     "hardware": "arguments formats",
     "runs": "ranks places",
     "quantizer": "formats",
@@ -57,12 +58,12 @@ MAY_IMPORT = {
     "tuning": "accuracy layers convert nn hardware planner recipe tables units",
     "models": "formats fusion quantizer quantized recipe kernels nn prequantized layers convert errors hub places torch_private",
     "agreement": "accuracy layers models nn quantized places tables torch_private",
-    "offload": "errors blocks kernels places units tables applied optim torch_private",
+    "offload": "errors blocks endings kernels places units tables applied optim torch_private",
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
     "parallel": "errors blocks ranks formats quantizer quantized recipe applied kernels nn layers convert models optim hub places "
     "units tables torch_private",
-    "train": "ranks blocks parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors places "
-    "units tables optim runs planner profiler torch_private",
+    "train": "ranks blocks endings parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors "
+    "places units tables optim runs planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
     "launching": "environment errors ranks runs places units tables widgets torch_private",
     "efficiency": "planner launching train profiler places tables units",

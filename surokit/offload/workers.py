@@ -12,7 +12,6 @@ A thread holds no reference to its Worker, and of a job only while it does it: w
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from surokit.endings import end_at_exit
 from surokit.errors import OffloadError
 from surokit.offload.timeline import PREFIX, WAIT, WORK, span
 
@@ -323,8 +323,7 @@ def end_all() -> None:
             shared.join()
 
 
-# before any run begins in a thread, as what is registered last is called first: such a run is stopped and saved by then
-atexit.register(end_all)
+end_at_exit(end_all)
 
 
 def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:

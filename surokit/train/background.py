@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from surokit.endings import stop_at_exit
 from surokit.runs.control import RunControl
 from surokit.train.random_state import turn
 
@@ -48,7 +49,7 @@ class Running:
         run = partial(context.run, self._run, work, _callers(device))
         self._thread = threading.Thread(target=run, name="surokit-run", daemon=True)
         control.begin()
-        atexit.register(self._leave)
+        stop_at_exit(self._leave)
         try:
             self._thread.start()
         except BaseException:

@@ -163,6 +163,17 @@ until(lambda: session.steps >= 5)
         again.run(5)
         assert_same_state(again, whole(again.steps, optimizer=kind(lr=1e-2)))
 
+    def test_what_a_run_uses_ends_after_it(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        """Also where it is first used, and its module imported, while the run goes on, as in a race that builds its sessions."""
+        code = """
+from surokit.endings import end_at_exit
+run = session.run(ENDLESS, thread=True)
+until(lambda: session.steps >= 5)
+end_at_exit(lambda: print("the run goes on" if run.running else "the run has ended"))
+"""
+        status, out, err = Program(processes, code, tmp_path).end()
+        assert (status, out, err) == (0, "the run has ended\n", "")
+
     def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
 run = session.run(ENDLESS, thread=True)
