@@ -33,7 +33,7 @@ from surokit.offload.written import Written, sync_master_
 from surokit.optim.parts import Held, Rows
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
-from surokit.optim.tensors import gradients_of, local, memory_order, scale_and_mask
+from surokit.optim.tensors import flat, gradients_of, local, memory_order, scale_and_mask
 from surokit.torch_private import declare_amp_scaling, foreach_copy_
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         """Copy the arrived weights into the parameters; the memory that they came from is free then."""
         with self.accounts.stalled("landing"):
             staging = arrival.land()
-            parts = [_weight(piece.p)[piece.start : piece.stop] for piece in transfer.pieces]
+            parts = [flat(piece.p)[piece.start : piece.stop] for piece in transfer.pieces]
             foreach_copy_(parts, list(staging.split(transfer.lengths)))
             arrival.wait()
 
@@ -349,12 +349,12 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _read(self, p: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor, PendingCopy]]:
         """Yield pieces of the master with those of the weight, which has arrived when its ticket is done; one after the other."""
-        flat = _weight(p)
-        size = max(min(len(flat), TRANSFER_BYTES // flat.element_size()), 1)
-        buffer = self.link.buffer([size], flat.dtype)
-        for part, wide in zip(flat.split(size), master.view(-1).split(size)):
+        weight = flat(p)
+        size = max(min(len(weight), TRANSFER_BYTES // weight.element_size()), 1)
+        buffer = self.link.buffer([size], weight.dtype)
+        for part, wide in zip(weight.split(size), master.view(-1).split(size)):
             shown = buffer[: len(part)]
-            yield wide, shown, self.link.down(functools.partial(_fill, [part]), shown, [flat])
+            yield wide, shown, self.link.down(functools.partial(_fill, [part]), shown, [weight])
 
     # -- state
 
@@ -452,15 +452,6 @@ def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Trans
                 current = None
     if current is not None:
         yield current
-
-
-def _weight(p: Tensor) -> Tensor:
-    """Return all that this process holds of a parameter, flat, in the order of its memory, and in its memory."""
-    W = local([p])[0].detach()
-    ordered = W.permute(memory_order(W))
-    if not ordered.is_contiguous():
-        raise ValueError(f"A parameter of shape {list(p.shape)} is not dense in memory: make it so with .contiguous().")
-    return ordered.view(-1)
 
 
 def _gradient(p: Tensor) -> Tensor:

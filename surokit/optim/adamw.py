@@ -32,7 +32,16 @@ from surokit.kernels.reference.random import bits
 from surokit.optim.parts import Held, Part, Place, overlaps
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import ADAMW_MOMENTS, adamw_states, decay_groups, given_order, in_groups_of
-from surokit.optim.tensors import gradients_of, is_sharded, local, memory_order, on_device, scale_and_mask, shard_number
+from surokit.optim.tensors import (
+    flat,
+    gradients_of,
+    is_sharded,
+    local,
+    memory_order,
+    on_device,
+    scale_and_mask,
+    shard_number,
+)
 from surokit.torch_private import declare_amp_scaling, foreach_add_, foreach_copy_, foreach_sub_, fused_adamw_
 
 Rounding = Literal["nearest", "stochastic"]
@@ -375,11 +384,14 @@ class AdamW8bit(AdamW):
 
 def _lay_as(p: Tensor, state: dict[str, Tensor]) -> None:
     """Lay the moments out in the parameter's order of memory, by which torch's fused kernel goes. They are in another one where the
-    state was loaded, or the model has taken another memory format."""
+    state was loaded, or the model has taken another memory format. ValueError where the parameter has gaps in memory, over which
+    that kernel would write."""
+    flat(p)
     (weight,) = local([p])
     for name in ADAMW_MOMENTS:
         (moment,) = local([state[name]])
-        if memory_order(moment) != memory_order(weight) and moment.device == weight.device:
+        orders = [[d for d in memory_order(t) if t.shape[d] > 1] for t in (moment, weight)]
+        if orders[0] != orders[1] and moment.device == weight.device:
             state[name] = torch.empty_like(p, dtype=moment.dtype).copy_(state[name])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from surokit.optim.states import check_trains
-from surokit.optim.tensors import is_sharded
+from surokit.optim.tensors import is_sharded, is_vector
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -29,10 +29,16 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     others = [*_embeddings(model), *_heads(model), *(m for m in model.modules() if isinstance(m, _CONVOLUTIONS))]
     outer = {id(p) for module in others for p in module.parameters()}
     groups: dict[str, list[Tensor]] = {"hidden": [], "others": [], "vectors": []}
-    for name, p in model.named_parameters():
+    named = dict(model.named_parameters())
+    for name, p in named.items():
         if p.requires_grad:
-            is_vector = p.ndim < 2 or name.endswith("bias")
-            kind = "vectors" if is_vector else "hidden" if p.ndim in (2, 3) and id(p) not in outer else "others"
+            kind = (
+                "vectors"
+                if is_vector(name, p, named)
+                else "hidden"
+                if p.ndim in (2, 3) and id(p) not in outer
+                else "others"
+            )
             groups[kind].append(p)
     return [
         {"params": params, "use_muon": kind == "hidden", "weight_decay": 0.0 if kind == "vectors" else weight_decay}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.optim.spec import Parameters, with_plain_numbers
-from surokit.optim.tensors import is_sharded, local, memory_order
+from surokit.optim.tensors import is_sharded, is_vector, local, memory_order
 
 #: The moments in the state of a parameter that AdamW updates.
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -94,8 +94,8 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass as they are.
 
-    params: where they are pairs with names, as named_parameters() has them, a bias of two dimensions is known, which is one row
-    for each expert, and gets no decay. The optimizer remembers in which order it was given them (`given_order`). ValueError where
+    params: where they are pairs with names, as named_parameters() has them, a bias that has a row for each expert is known by its
+    weight, and gets no decay. The optimizer remembers in which order it was given them (`given_order`). ValueError where
     nothing is trainable.
     """
     name = type(optimizer).__name__
@@ -111,8 +111,9 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
     tensors: list[Tensor] = [p for _, p in named]
     check_trains(name, tensors)
     trained = [i for i, p in enumerate(tensors) if p.requires_grad]
-    vectors = [i for i in trained if tensors[i].ndim < 2 or named[i][0].endswith("bias")]
-    matrices = [i for i in trained if i not in set(vectors)]
+    by_name = dict(named)
+    vectors = [i for i in trained if is_vector(named[i][0], tensors[i], by_name)]
+    matrices = sorted(set(trained) - set(vectors))
     vars(optimizer)["given_order"] = len(tensors), matrices + vectors
     return [
         {"params": [tensors[i] for i in group], "weight_decay": decay}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,25 @@ def memory_order(t: Tensor) -> list[int]:
     """Return the dimensions from the one with the largest stride to the one with the smallest."""
     strides = t.stride()
     return sorted(range(t.ndim), key=lambda d: (-strides[d], d))
+
+
+def flat(p: Tensor) -> Tensor:
+    """Return all that this process holds of a parameter, flat, in the order of its memory, and in its memory. ValueError where
+    there are gaps in between."""
+    here = local([p])[0].detach()
+    ordered = here.permute(memory_order(here))
+    if not ordered.is_contiguous():
+        raise ValueError(f"A parameter of shape {list(p.shape)} is not dense in memory: make it so with .contiguous().")
+    return ordered.view(-1)
+
+
+def is_vector(name: str, p: Tensor, named: Mapping[str, Tensor]) -> bool:
+    """Return whether a parameter is a vector, or a bias that has one for each expert: its weight, which is among the parameters
+    that are `named`, has one dimension more."""
+    if p.ndim < 2 or not name.endswith("bias"):
+        return p.ndim < 2
+    weight = named.get(name.removesuffix("_bias") if name.endswith("_bias") else name.removesuffix("bias") + "weight")
+    return weight is not None and weight.ndim == p.ndim + 1
 
 
 def is_sharded(t: Tensor) -> bool:

@@ -128,6 +128,23 @@ class TestArithmetic:
         assert params[0].stride() != params[1].stride()
         assert torch.equal(params[0], params[1])
 
+    def test_moments_stay_where_only_the_stride_of_one_element_differs(self) -> None:
+        p = nn.Parameter(torch.ones(4).as_strided((4, 1), (1, 4)))
+        optimizer = AdamW([p], lr=0.01)
+        set_grads([p], 0)
+        optimizer.step()
+        moment = optimizer.state[p]["exp_avg"]
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"] is moment
+
+    def test_a_weight_with_gaps_is_refused_and_nothing_is_written_into_them(self) -> None:
+        whole = torch.ones(8, 16)
+        p = nn.Parameter(whole[:, :10])
+        set_grads([p], 0)
+        with refused(ValueError):
+            AdamW([p], lr=0.01).step()
+        assert torch.equal(whole, torch.ones(8, 16))
+
     def test_float32_moments_of_bf16_parameters(self) -> None:
         params = make_params(torch.bfloat16)
         optimizer = AdamW(params, lr=0.01, weight_decay=0.1, state_dtype=torch.float32)
@@ -261,6 +278,15 @@ class TestGroups:
                 ([experts.down_proj], 0.1),
                 ([experts.down_proj_bias], 0.0),
             ]
+
+    @every
+    def test_a_matrix_that_is_called_a_bias_has_weight_decay(self, kind: Any) -> None:
+        model = nn.Module()
+        model.relative_bias = nn.Parameter(torch.ones(4, 4))
+        model.debias = nn.Linear(3, 3, bias=False)
+        model.debias.bias = nn.Parameter(torch.ones(3, 3))
+        optimizer = kind(lr=0.1).build(model)
+        assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(3, 0.1)]
 
     def test_frozen_parameters_are_left_out(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
