@@ -62,8 +62,8 @@ MAY_IMPORT = {
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
     "parallel": "errors blocks ranks formats quantizer quantized recipe applied kernels nn layers convert models optim hub places "
     "units tables torch_private",
-    "train": "ranks blocks endings parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors "
-    "places units tables optim runs planner profiler torch_private",
+    "train": "ranks blocks endings parallel recipe fusion applied nn kernels layers convert accuracy data models environment "
+    "errors places units tables optim runs planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
     "launching": "environment errors ranks runs places units tables widgets torch_private",
     "efficiency": "planner launching train profiler places tables units",
