@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.cli.options import Parser, check_picture, number
+from surokit.cli.options import Parser, check_picture, number, split_at_commas
 
 if TYPE_CHECKING:
     from surokit.racing.comparability import Difference
@@ -166,9 +165,8 @@ def _with_adapters(recipes: Mapping[str, Recipe], rank: int | None, init: Init |
 
 def _check_names(names: Sequence[str]) -> None:
     """A name is a run: none is given twice, and a comma stands in none but between the products of one, within parentheses."""
-    between = re.compile(r",(?![^()]*\))")
-    if any(between.search(name) for name in names):
-        apart = " ".join(between.sub(" ", " ".join(names)).split())
+    if any(len(split_at_commas(name)) > 1 for name in names):
+        apart = " ".join(filter(None, split_at_commas(" ".join(names))))
         raise ValueError(f"--recipes {' '.join(names)}: separate names by spaces, as in --recipes {apart}.")
     if double := next((name for name in names if names.count(name) > 1), None):
         twin = " (a twin of the first races anyway, as the control)" * (double == names[0])
