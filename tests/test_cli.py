@@ -351,7 +351,8 @@ def test_arguments_reach_dissect(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sk, "dissect", dissect, raising=False)
     words = "dissect config.json --what tune --batch 3 --length 64 --steps 7 --gib 2 --together all --device cpu --over"
     over = "recompute=none,full batch=1,largest compile=false,true recipe=fp8"
-    assert cli.main([*words.split(), *over.split(), "--report", str(tmp_path)]) == 0
+    command = [*words.split(), *over.split(), "--report", str(tmp_path)]
+    assert cli.main(command) == 0
     assert asked["batch"] == (3, 64)
     several = {"recompute": ("none", "full"), "batch": (1, "largest"), "compile": (False, True)}
     assert asked["over"] == {**several, "recipe": "fp8"}  # a value alone is set against the default
@@ -364,6 +365,9 @@ def test_arguments_reach_dissect(tmp_path, capsys, monkeypatch):
         "device": "cpu",
     }
     assert capsys.readouterr().out == f"the table\nreport: {tmp_path}/report.md\n"
+    recipe = "fp4(grad_input=bf16, grad_weight=bf16)"  # its comma separates no values
+    assert cli.main([*command, "--over", f"recipe=bf16,{recipe}, fp8"]) == 0
+    assert asked["over"] == {"recipe": ("bf16", recipe, "fp8")}
 
 
 def test_doctor(capsys):

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from surokit.train.errors import NonFiniteError
+
 
 def main(argv: list[str] | None = None) -> int:
     arguments = vars(make_parser().parse_args(argv))
@@ -22,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         words = "what was finished is in the file, and the same command goes on" if kept else "nothing is kept"
         print(f"surokit.bench: stopped; {words}.", file=sys.stderr)
         return 130
-    except (ValueError, ArithmeticError, RuntimeError, ImportError, OSError) as error:
+    except (ValueError, NonFiniteError, RuntimeError, ImportError, OSError) as error:
         print(f"surokit.bench: {error}", file=sys.stderr)
         return 2
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from surokit.cli.options import add_with_examples, check_picture, number
+from surokit.cli.options import add_with_examples, check_picture, number, split_at_commas
 
 _EXAMPLES = """\
 examples:
@@ -81,7 +81,7 @@ def _switch(text: str) -> tuple[str, Any]:
     name, equals, values = text.partition("=")
     if not equals or not values:
         raise ValueError(f"--over {text!r}: write a switch and its values, as in recompute=none,full.")
-    found = tuple(map(_value, values.split(",")))
+    found = tuple(map(_value, split_at_commas(values)))
     return name, found if len(found) > 1 else found[0]
 
 

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,6 +59,12 @@ def price(text: str) -> float | tuple[float, float]:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is no price in USD: write 2.5, or a range as 1.8-3.2")
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Return the parts between a text's commas, without the spaces around them. A comma within parentheses separates nothing, as in
+    fp4(grad_input=bf16, grad_weight=bf16)."""
+    return [part.strip() for part in re.split(r",(?![^()]*\))", text)]
 
 
 def check_picture(path: Path | None) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.cli.options import Parser, check_picture, number
+from surokit.cli.options import Parser, check_picture, number, split_at_commas
 
 if TYPE_CHECKING:
     from surokit.racing.comparability import Difference
+    from surokit.racing.start import Race
     from surokit.recipe import Init, Recipe
 
 
@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     import surokit as sk
     from surokit import texts
+    from surokit.errors import OffloadError
     from surokit.recipe import find_recipe
+    from surokit.train.errors import NonFiniteError
 
     _check_names(arguments.recipes)
     _check_shape(arguments)
@@ -121,23 +123,32 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lora_init == "loftq":
         options["allow"] = ("weights",)  # each storage loses something else, with which its adapters begin
     options["command"] = _from_anywhere(arguments.argv)
-    failed: Exception | None = None
+    users = (ValueError, TypeError, OSError, ImportError, NonFiniteError, OffloadError, torch.OutOfMemoryError)
     try:
         optimizer = {"adamw": sk.AdamW, "muon": sk.Muon}[arguments.optimizer](lr=lr)
         race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=optimizer, **options)
-    except sk.racing.UnequalWork as error:
-        raise ValueError(_unequal(error.differences)) from error
     except Exception as error:
-        if not hasattr(error, "race"):  # there is none yet
+        ended, said = getattr(error, "race", None), str(error)
+        if isinstance(error, sk.racing.UnequalWork):
+            said = _unequal(error.differences)
+            if ended is None or not any(run.turns for run in ended.runs.values()):  # it could not begin
+                raise ValueError(said) from error
+        if ended is None:  # there is none yet
             raise
-        race, failed = error.race, error
-    print(race)
-    if arguments.plot is not None:
-        race.plot().savefig(arguments.plot, dpi=150)
-    if failed is not None:
-        print(f"surokit: {' '.join(str(failed).split())}", file=sys.stderr)
+        _show(ended, arguments.plot)
+        if not isinstance(error, users):  # a fault of ours, which its traceback shows
+            raise
+        print(f"surokit: {' '.join(said.split())}", file=sys.stderr)
         return 1
+    _show(race, arguments.plot)
     return 0 if race.reason == "done" else 130
+
+
+def _show(race: Race, plot: Path | None) -> None:
+    """Print a race, before anything that is said of its error, and draw it where a picture is asked for."""
+    print(race, flush=True)
+    if plot is not None:
+        race.plot().savefig(plot, dpi=150)
 
 
 def run_again(argv: Sequence[str]) -> int:
@@ -166,9 +177,8 @@ def _with_adapters(recipes: Mapping[str, Recipe], rank: int | None, init: Init |
 
 def _check_names(names: Sequence[str]) -> None:
     """A name is a run: none is given twice, and a comma stands in none but between the products of one, within parentheses."""
-    between = re.compile(r",(?![^()]*\))")
-    if any(between.search(name) for name in names):
-        apart = " ".join(between.sub(" ", " ".join(names)).split())
+    if any(len(split_at_commas(name)) > 1 for name in names):
+        apart = " ".join(filter(None, split_at_commas(" ".join(names))))
         raise ValueError(f"--recipes {' '.join(names)}: separate names by spaces, as in --recipes {apart}.")
     if double := next((name for name in names if names.count(name) > 1), None):
         twin = " (a twin of the first races anyway, as the control)" * (double == names[0])

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 VERSIONS = ("surokit", "python", "torch", "triton", "cuda", "device", "cpu", "cpu_vectors", "cpu_bf16", "cores")
 
-_OTHER_STEPS = (
-    "Where a run made another number of steps than then, training losses are compared after the smaller one, and its held-out "
-    "loss, its ratio at equal loss and its steps to a target are left out."
-)
+_ON_STEPS = ("at equal loss", "held-out loss", "steps to the target")  # figures that rest on how many steps a run made
 FAR = 0.02  # by which a loss may differ on another machine or version and count as the same
 
 
@@ -130,32 +127,37 @@ def compare_races(then: RaceResult, now: RaceResult) -> Reproduction:
         raise ValueError("The two races have no run of one name: give the folder of the race that was run again.")
     figures: list[Figure] = []
     unequal = False
+    left_out: set[str] = set()
     differences = differences_of(then.environment, now.environment)
     for name in then.runs:
         old, new = before[name], after[name] if name in now.runs else None
         made = [len(race.runs[name].steps) for race in (then, now) if name in race.runs]
         as_many = min(made) == max(made)
-        to_target = as_many or before.has_goal  # when a run reached a goal does not rest on how long the race went on
         unequal |= not as_many
+        resting = set() if as_many else set(_ON_STEPS)
+        if before.has_goal:  # when a run reached a goal does not rest on how long the race went on
+            resting &= {"held-out loss"}
+        found: dict[str, Figure] = {}
         ratios: dict[str, tuple[Interval | None, Interval | None]] = {}
         ratios["tokens/s x baseline"] = old.ratio, new.ratio if new else None
-        if to_target:
-            ratios["at equal loss"] = old.matched, new.matched if new else None
+        ratios["at equal loss"] = old.matched, new.matched if new else None
         for what, (one, other) in ratios.items():
             if name != then.baseline and one is not None and one.known:  # too few rounds say nothing
-                figures.append(Figure(f"{name}: {what}", one, other))
+                found[what] = Figure(f"{name}: {what}", one, other)
         if as_many:
             loss = Figure(f"{name}: training loss", plain(old.loss), plain(new.loss) if new else None, is_loss=True)
         else:
             ended, ends = (plain(_loss_after(race.runs[name], min(made))) for race in (then, now))
             loss = Figure(f"{name}: training loss after {min(made)} steps", ended, ends, is_loss=True)
-        figures.append(loss)
-        if as_many and old.held_out is not None:
-            found = plain(new.held_out) if new else None
-            figures.append(Figure(f"{name}: held-out loss", plain(old.held_out), found, is_loss=True))
-        if to_target and old.to_target is not None:
+        found["training loss"] = loss
+        if old.held_out is not None:
+            held_out = plain(new.held_out) if new else None
+            found["held-out loss"] = Figure(f"{name}: held-out loss", plain(old.held_out), held_out, is_loss=True)
+        if old.to_target is not None:
             steps = new.to_target[0] if new and new.to_target else None
-            figures.append(Figure(f"{name}: steps to the target", plain(old.to_target[0]), plain(steps)))
+            found["steps to the target"] = Figure(f"{name}: steps to the target", plain(old.to_target[0]), plain(steps))
+        figures += [figure for what, figure in found.items() if what not in resting]
+        left_out |= found.keys() & resting
         if new is not None:
             works = then.runs[name].work, now.runs[name].work
             differing = (what for what in ("weights", "data", "seed") if works[0].get(what) != works[1].get(what))
@@ -163,7 +165,9 @@ def compare_races(then: RaceResult, now: RaceResult) -> Reproduction:
     steps_made = {len(race.runs[then.baseline].steps) for race in (then, now) if then.baseline in race.runs}
     if len(steps_made) > 1:
         differences.append(f"{max(steps_made)} steps against {min(steps_made)}")
-    return Reproduction(tuple(figures), tuple(differences), notes=(_OTHER_STEPS,) * unequal)
+    without = f"; left out: {', '.join(sorted(left_out))}" * bool(left_out)
+    note = f"Where a run made another number of steps than then, training losses are compared after the smaller one{without}."
+    return Reproduction(tuple(figures), tuple(differences), notes=(note,) * unequal)
 
 
 def _loss_after(run: Run, steps: int) -> float:

@@ -18,7 +18,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -580,13 +580,18 @@ class Driver:
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
-                # in this order: who finds the race over has its last records, and who finds all runs over knows how it ended
-                self._save_now_and_then(at_once=True)
-                self._tell("", ends.reason)
-                for name, each in self.sessions.items():
-                    each.journal.end_group(self._ending(name, ends.reason))
-                if self._view:
-                    self._view.end({name: self._ending(name, ends.reason) for name in self.race.runs})
+                self._close(ends.reason)
+
+    def _close(self, reason: str) -> None:
+        """Keep the race and tell everybody how it ended, each whatever becomes of the one before. In this order: who finds the race
+        over has its last records, and who finds all runs over knows how it ended."""
+        with ExitStack() as last_first:
+            if self._view:
+                last_first.callback(self._view.end, {name: self._ending(name, reason) for name in self.race.runs})
+            for name, each in reversed(self.sessions.items()):
+                last_first.callback(each.journal.end_group, self._ending(name, reason))
+            last_first.callback(self._tell, "", reason)
+            last_first.callback(self._save_now_and_then, at_once=True)
 
     def _now_s(self) -> float:
         return self._clock_s + max(0.0, time.monotonic() - self._began_s)

@@ -246,6 +246,8 @@ def race(
             f"Give {FEWEST} or more, and {MORE} for an interval and a prediction."
         )
     _check_numbers(turn_s, turn_steps, target_loss, usd_per_gpu_hour)
+    if isinstance(command, str):
+        raise TypeError(f"race(command={command!r}) is one text: give a list of its words, as shlex.split makes it.")
     goal = read_goal(until)
     if goal is not None and target_loss is not None:
         raise ValueError("race(until=...) is the target of the race: leave out target_loss=.")

@@ -97,10 +97,12 @@ class RunFolder:
         if self.status is not None:
             beat = self.status.heartbeat
         else:
-            try:
-                beat = max(self.beat, (self.path / RECORDS).stat().st_mtime)
-            except OSError:
+            signs = [self.beat] if self.beat else []
+            with suppress(OSError):
+                signs.append((self.path / RECORDS).stat().st_mtime)
+            if not signs:
                 return
+            beat = max(signs)
         now = self._clock()
         if self._heard[0] != beat:
             self._heard = (beat, min(beat, now) if self._heard[0] < 0 else now)

@@ -73,6 +73,9 @@ def test_a_loss_that_is_not_finite_is_told_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(overhead, "run", diverges)
     assert main(["overhead"]) == 2
     assert capsys.readouterr().err == "surokit.bench: 5 steps in a row were not finite.\n"
+    monkeypatch.setattr(overhead, "run", lambda **turns: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # a fault of ours has its traceback
+        main(["overhead"])
 
 
 def test_the_command(monkeypatch, data, tmp_path, capsys):

@@ -26,6 +26,24 @@ def text(tmp_path):
     return ["--text", str(path)]
 
 
+def failing(error):
+    """`sk.race`, with data that fail after eight batches."""
+    of_race = sk.race
+
+    class Fails:
+        def __init__(self, data):
+            self.batches = list(islice(data, 8))
+
+        def __iter__(self):
+            yield from self.batches
+            raise error
+
+    def race(*entries, data, **options):
+        return of_race(*entries, data=Fails(data), **options)
+
+    return race
+
+
 def test_a_race_from_the_command_line(tmp_path, capsys, text):
     folder, picture = tmp_path / "race", tmp_path / "race.png"
     arguments = [
@@ -200,20 +218,7 @@ def test_an_interrupted_command_says_what_can_be_done(tmp_path, capsys, monkeypa
 
 
 def test_an_error_of_one_run_loses_neither_the_result_nor_the_command(tmp_path, capsys, monkeypatch, text):
-    of_race = sk.race
-
-    class Fails:
-        def __init__(self, data):
-            self.batches = list(islice(data, 8))
-
-        def __iter__(self):
-            yield from self.batches
-            raise NonFiniteError("5 steps in a row\nwere not finite.")
-
-    def failing(*entries, data, **options):
-        return of_race(*entries, data=Fails(data), **options)
-
-    monkeypatch.setattr(sk, "race", failing)
+    monkeypatch.setattr(sk, "race", failing(NonFiniteError("5 steps in a row\nwere not finite.")))
     command = ["race", "--steps", "12", "--turn-steps", "2", *SMALL, *text]
     picture = ["--plot", str(tmp_path / "race.png")]
     assert cli.main([*command, *picture, "--run-dir", str(tmp_path / "race")]) == 1
@@ -225,6 +230,43 @@ def test_an_error_of_one_run_loses_neither_the_result_nor_the_command(tmp_path, 
     race = sk.Race.load(tmp_path / "race")
     assert race.command == [*command, *picture, "--run-dir", str(tmp_path / "race")]
     assert "from surokit.cli import main" in (tmp_path / "race" / "rerun.py").read_text(encoding="utf-8")
+
+
+def test_an_error_that_is_no_users_keeps_its_traceback(capsys, monkeypatch, text):
+    monkeypatch.setattr(sk, "race", failing(AssertionError()))
+    with pytest.raises(AssertionError):
+        cli.main(["race", "--steps", "12", "--turn-steps", "2", *SMALL, *text])
+    told = capsys.readouterr()
+    assert "The race ended early (failed: AssertionError" in told.out
+    assert "surokit:" not in told.err
+
+
+def test_work_that_turns_unequal_on_the_way_ends_a_race_that_had_begun(capsys, monkeypatch, text):
+    of_race = sk.race
+
+    class Shrinks:
+        """Every second run gets shorter batches from its tenth step on."""
+
+        def __init__(self, data):
+            self.batches, self.runs = list(islice(data, 12)), 0
+
+        def __iter__(self):
+            self.runs += 1
+            length = 8 if self.runs % 2 == 0 else 16
+            yield from self.batches[:9]
+            for batch in self.batches[9:]:
+                yield {name: value[:, :length] for name, value in batch.items()}
+
+    def shrinking(*entries, data, **options):
+        return of_race(*entries, data=Shrinks(data), **options)
+
+    monkeypatch.setattr(sk, "race", shrinking)
+    assert cli.main(["race", "--steps", "12", "--turn-steps", "2", *SMALL, *text]) == 1
+    told = capsys.readouterr()
+    assert "The race ended early (failed: UnequalWork" in told.out
+    last = told.err.splitlines()[-1]
+    assert last.startswith("surokit: This is no equal work.")
+    assert last.endswith("No option of the command line allows a difference.")
 
 
 def test_a_command_that_is_interrupted_in_its_warm_up_can_be_run_again(tmp_path, capsys, monkeypatch, text):

@@ -261,6 +261,7 @@ def test_an_unknown_name_to_allow(make):
         {"entries": [sk.BF16], "control": False},
         {"save_every": 3},
         {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)},
+        {"command": "race --steps 8"},
     ],
 )
 def test_arguments_that_make_no_race(model, arguments):

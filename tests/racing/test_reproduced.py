@@ -78,14 +78,22 @@ def test_after_other_steps_only_what_does_not_rest_on_them_is_compared(model):
     }
     assert found.holds
     assert "15 steps against 9" in found.differences
-    assert "its held-out loss, its ratio at equal loss and its steps to a target are left out." in str(found)
-    assert "left out" not in str(compare_races(then, then))
+    assert "compared after the smaller one; left out: held-out loss, steps to the target." in str(found)
+    assert "smaller one" not in str(compare_races(then, then))
     goal = {"until": 100.0, "turn_s": 1e-6}
-    names = [
-        f.name
-        for f in compare_races(raced(model, steps=8, eval=batches(1), **goal), by_minutes(4, until=100.0)).figures
-    ]
-    assert "fp8: steps to the target" in names
+    found = compare_races(raced(model, steps=8, eval=batches(1), **goal), by_minutes(4, until=100.0))
+    assert "fp8: steps to the target" in [figure.name for figure in found.figures]
+    assert "compared after the smaller one; left out: held-out loss." in str(found)
+
+
+def test_of_a_ratio_at_equal_loss_that_is_not_compared_it_is_said(model):
+    then, now = raced(model, steps=24, turn_s=1e-6), raced(model, steps=30, turn_s=1e-6)
+    matched = then.outcome["fp8"].matched
+    assert matched is not None
+    assert matched.known
+    found = compare_races(then, now)
+    assert not [figure.name for figure in found.figures if figure.name.endswith("at equal loss")]
+    assert "smaller one; left out: at equal loss, steps to the target." in str(found)
 
 
 def test_versions_that_differ_are_named():

@@ -120,6 +120,27 @@ def test_how_a_race_ended_is_known_once_its_runs_are_over(make, over, tmp_path, 
     assert view.heads[-1] == "race · over after round 3"
 
 
+def test_whatever_fails_at_its_end_the_others_are_told(make, tmp_path, monkeypatch):
+    race = make(steps=8, run_dir=tmp_path / "a", live=True)
+    told = []
+
+    def fails(*_):
+        raise ZeroDivisionError("a fault at the end")
+
+    monkeypatch.setattr(race, "save", fails)
+    monkeypatch.setattr(race.sessions["bf16"].journal, "end_group", fails)
+    monkeypatch.setattr("surokit.racing.scheduler._View.end", lambda view, reasons: told.append(reasons))
+    with pytest.raises(ZeroDivisionError):
+        race.go_on(steps=2)
+    assert json.loads((tmp_path / "a" / "turn.json").read_text(encoding="utf-8"))["state"] == "done"
+    states = {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))["state"]
+        for path in (tmp_path / "a").glob("*/run.json")
+    }
+    assert states == {"bf16": "running", "fp8": "done", "bf16-again": "done"}
+    assert told == [dict.fromkeys(race.runs, "done")]
+
+
 def test_what_was_saved_elsewhere_while_it_went_on_is_over(make, tmp_path):
     gate = Gate(3)
     race = make(thread=True, meters=[gate], control=False)

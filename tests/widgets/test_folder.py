@@ -200,6 +200,23 @@ def test_without_run_json_the_last_record_counts(tmp_path):
     assert "days old): without a run.json nobody says whether it has ended" in reason(folder)
 
 
+def test_before_its_first_record_the_signs_of_others_count(tmp_path):
+    clock = Clock()
+    folder = RunFolder(tmp_path, clock=clock)
+    clock.now += 60
+    folder.look()
+    assert reason(folder).startswith("lost: no sign of life since")  # nobody has given one
+    folder.beat = clock.now  # as of its race
+    folder.look()
+    assert reason(folder) is None
+    clock.now += 29
+    folder.look()
+    assert reason(folder) is None
+    clock.now += 12
+    folder.look()
+    assert reason(folder).startswith("lost: no sign of life since")
+
+
 def test_buttons_write_files(tmp_path):
     says(tmp_path)
     control = FileControl([folder := RunFolder(tmp_path)])
