@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from surokit.errors import CheckpointError
@@ -113,9 +114,11 @@ class DecoderConfig:
     dense_layers: tuple[int, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
+        for name in ("bos_id", "eos_id", "pad_id"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         for name in ("dense_layers", "window_layers", "eos_id"):  # JSON has lists
             if not isinstance(value := getattr(self, name), int | None):
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(map(_plain, value)))
         for name in (
             "layers",
             "width",
@@ -361,6 +364,11 @@ class DecoderConfig:
         if family == "mixtral" and (self.dense_layers or self.expert_ffn != self.ffn or not self.norm_topk):
             return "mixtral has experts of width ffn in every block, whose weights sum to 1"
         return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's own number for any other whole one, such as NumPy's, which JSON refuses to write."""
+    return int(value) if isinstance(value, Integral) else value
 
 
 class _Fields:

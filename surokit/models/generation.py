@@ -10,6 +10,7 @@ B batch, T tokens of the longest prompt, n new tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -120,7 +121,7 @@ class Generation:
                 f"{T} tokens of prompt and max_new_tokens={max_new_tokens} are more than the model's {config.max_length} "
                 "(max_length in its config): ask for fewer."
             )
-        ends = config.eos_ids if eos_id is None else (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
+        ends = config.eos_ids if eos_id is None else (eos_id,) if isinstance(eos_id, int | Integral) else tuple(eos_id)
         pad = _pad_id(config)
         _gather_for_tokens(model)
         self.model, self.max_new_tokens = model, max_new_tokens

@@ -61,12 +61,15 @@ class Server:
         return [self.body(prompt, workload.output_tokens) for prompt in prompts]
 
 
-async def asked(client: Client, model: str | None, workload: Workload, extra: Mapping[str, Any]) -> Server:
-    """Find out what a server takes. extra: is sent with each request as it is.
+async def asked(
+    client: Client, model: str | None, workload: Workload, extra: Mapping[str, Any], known: str | None = None
+) -> Server:
+    """Find out what a server takes. extra: is sent with each request as it is. known: the model that was measured before, which is
+    taken where none is given and the server has it.
 
     ConnectionError where it does not answer; ValueError for a model that has to be named, and for requests that it refuses.
     """
-    named = model or await only_model(client)
+    named = model or await only_model(client, known)
     first = await _accepted(client, Server(named, workload.chat, extra))
     if workload.prompts:
         return first
@@ -89,8 +92,8 @@ async def asked(client: Client, model: str | None, workload: Workload, extra: Ma
     return replace(first, beside=beside, words=words)
 
 
-async def only_model(client: Client) -> str:
-    """Return the model of a server that has one. ValueError where there are several."""
+async def only_model(client: Client, known: str | None = None) -> str:
+    """Return the model of a server that has one, or `known` where it is among them. ValueError where there are several others."""
     try:
         found = await client.get("models")
         names = [str(each["id"]) for each in found["data"]]
@@ -101,6 +104,8 @@ async def only_model(client: Client) -> str:
         ) from error
     if not names:
         raise ValueError("serve_bench(model=None): the server names no model, so name one with model=.")
+    if known in names:
+        return str(known)
     if len(names) != 1:
         raise ValueError(
             f"serve_bench(model=None): the server has {len(names)} models, so name one: {', '.join(names[:8])}."

@@ -44,7 +44,8 @@ def serve_bench(
 ) -> ServeBench:
     """Measure a server that speaks OpenAI's HTTP interface, and return its throughput and latencies.
 
-    url: of the interface, such as "http://127.0.0.1:8000/v1". model: as the server names it; None takes the only one that it has.
+    url: of the interface, such as "http://127.0.0.1:8000/v1". model: as the server names it; None takes the folder's, or the only
+        one that the server has.
     workload: what is asked, or several for a sweep, which are measured one after the other.
     server: its name in the tables, the address without it.
     folder: keeps every answer as a line of JSON; a second call with the same folder measures the workloads that are missing.
@@ -74,7 +75,7 @@ def serve_bench(
     token = os.environ.get(KEY, "") if key is None else key
     place = None if folder is None else Path(folder)
     named = server or parts.netloc
-    given = {"server": named, "model": model, "extra": dict(extra or {})}
+    given: dict[str, Any] = {"server": named, "model": model, "extra": dict(extra or {})}
     points = [] if place is None else _opened(place, given)
     left = [work for work in works if work not in [point.workload for point in points]]
 
@@ -86,7 +87,7 @@ def serve_bench(
                 progress.tell(f"{named}, {work.name}: asking what the server takes")
                 kind = work.chat, bool(work.prompts)  # what a server takes does not depend on the rest
                 if kind not in servers:
-                    servers[kind] = await asked(client, model, work, extra or {})
+                    servers[kind] = await asked(client, model, work, extra or {}, given["model"])
                 found = servers[kind]
                 if given["model"] not in (None, found.model):
                     raise _another(place, "model", given["model"], found.model)
@@ -200,7 +201,7 @@ def _opened(place: Path, given: dict[str, Any]) -> list[Point]:
     # an address says nothing of the model behind it: the server is asked before it is measured
     given["model"] = given["model"] or kept["model"]
     for name, value in given.items():
-        if kept[name] != value:
+        if kept[name] not in (None, value):  # None is the model before any server has named it
             raise _another(place, name, kept[name], value)
     return points
 

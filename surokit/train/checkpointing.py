@@ -49,6 +49,7 @@ from surokit.train.setup import (
     check_recipe,
     rebuild_model,
     set_adapters,
+    set_trainable,
 )
 from surokit.train.switching import go_over
 from surokit.units import counted
@@ -133,7 +134,8 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     # a recipe that differs only in what is kept of decoded weights gives way to the one that was asked for
     if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
         apply_saved(model, given)
-        set_adapters(model, meta.get("adapters"))
+        if set_adapters(model, meta.get("adapters")):  # many a recipe has frozen nothing below them
+            set_trainable(model, set(meta["trainable"]))
     if meta.get("fusion") and fusion_of(model) is None:
         fuse(model, Fusion(**meta["fusion"]))
     return model

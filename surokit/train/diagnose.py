@@ -48,8 +48,10 @@ def first_of(findings: Sequence[Finding]) -> Finding:
     return next((finding for finding in findings if finding.kind != "not reproduced"), findings[0])
 
 
-def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int) -> Finding:
+def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int, *, are_several: bool = False) -> Finding:
     """Run forward and backward over `batches` and name what went wrong first. Clears gradients; reads the device.
+
+    are_several: whether other processes had batches of the step too, so that one without labels is not what went wrong.
 
     Buffers come back as they were; random and delayed-scaling states are the caller's to keep.
     """
@@ -58,7 +60,7 @@ def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int) -> Fin
             return Finding(step, "weight", name)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found: list[Finding] = []
-    if len(batches) > 1:  # as the step computed them
+    if len(batches) > 1 or are_several:  # as the step computed them
         batches = [computable(batch, targets_in(batch)) for batch in batches]
     try:
         for batch in batches:

@@ -135,7 +135,8 @@ class Arrivals:
         processes = self._session.processes
         if processes.layout.is_sharded:  # a replay that ends where something is found would leave the others waiting
             return Finding(step, "not replayed", type(self._session.model).__name__)
-        return first_of(processes.gather(find_first_bad(self._session.model, batches, step)))
+        found = find_first_bad(self._session.model, batches, step, are_several=processes.are_several)
+        return first_of(processes.gather(found))
 
     def explain(self, step: int, batches: Sequence[Batch], random: RandomState) -> None:
         """Replay a step to find the layer and product that went bad first; nothing of the run changes."""

@@ -376,10 +376,14 @@ def rebuild_model(found: checkpoints.Checkpoint, device: str | None = None) -> n
     if found.meta["recipe"]:
         apply_saved(model, Recipe.from_dict(found.meta["recipe"]))
     set_adapters(model, found.meta.get("adapters"))
-    trainable = set(found.meta["trainable"])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable)
+    set_trainable(model, set(found.meta["trainable"]))
     return model
+
+
+def set_trainable(model: nn.Module, names: set[str]) -> None:
+    """Let the parameters of these names train, and no others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
 
 
 def apply_saved(model: nn.Module, recipe: Recipe) -> None:
@@ -400,13 +404,15 @@ def adapters_of(model: nn.Module) -> dict[str, list[Any]]:
     return {name: [layer.lora_rank, layer.lora_alpha, layer.adapter_fits] for name, layer in layers}
 
 
-def set_adapters(model: nn.Module, saved: Mapping[str, Sequence[Any]] | None) -> None:
+def set_adapters(model: nn.Module, saved: Mapping[str, Sequence[Any]] | None) -> bool:
     """Give the layers the adapters of a checkpoint, which need not be those of its recipe, without their values.
+
+    Returns whether the layers had others.
 
     saved: as of `adapters_of`; None where a checkpoint of before does not say.
     """
     if saved is None or adapters_of(model) == saved:
-        return
+        return False
     dtype = convert.dtype_of(model)
     for name, layer in recipe_layers(model):
         if not isinstance(layer, OwnLayer):
@@ -417,6 +423,7 @@ def set_adapters(model: nn.Module, saved: Mapping[str, Sequence[Any]] | None) ->
             rank, alpha, fits = saved[name]
             layer.add_adapter(Lora(rank, alpha), dtype if layer.storage else None)
             layer.adapter_fits = fits
+    return True
 
 
 def check_adapters(saved: Mapping[str, Sequence[Any]] | None, model: nn.Module) -> None:

@@ -1,7 +1,10 @@
 """The decoder's own contract: output, masks, packed documents, ids that are refused, compilation without a break."""
 
 import copy
+import json
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +183,26 @@ def test_config_goes_round():
         back = DecoderConfig.from_hf(config.to_hf())
         assert {**vars(back), "family": None} == vars(config)
         assert hash(back) == hash(DecoderConfig.from_hf(back.to_hf()))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (np.int64(3), 3),
+        (np.uint32(0), 0),
+        ([np.int64(3), np.int32(4)], (3, 4)),
+        (np.array([3, 4]), (3, 4)),
+        ((), ()),
+        (None, None),
+    ],
+    ids=["one", "zero", "a list", "an array", "none of several", "none"],
+)
+def test_tokens_that_numpy_counted_are_numbers_of_json(given, kept):
+    bos = np.int64(2**31 - 1)
+    config = DecoderConfig(**{**vars(CONFIG), "eos_id": given, "bos_id": bos, "pad_id": np.int16(-1)})
+    assert config == DecoderConfig(**{**vars(CONFIG), "eos_id": kept, "bos_id": 2**31 - 1, "pad_id": -1})
+    assert DecoderConfig(**json.loads(json.dumps(asdict(config)))) == config
+    assert json.dumps(config.to_hf())
 
 
 def test_a_head_that_is_more_than_a_weight(model, ids):

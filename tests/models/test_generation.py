@@ -1,6 +1,9 @@
 """Greedy search equals transformers', of prompts of different lengths too; a row of a batch gets what it gets alone, in every
 recipe; sampling follows its generator; impossible requests are refused."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -61,6 +64,8 @@ def test_a_row_ends_and_is_filled_up(tmp_path, ids):
     )
     assert torch.equal(generate(ours, ids, 12, eos_id=ends), expected)
     alone = generate(ours, ids[:1], 12, eos_id=ends[0])
+    counted: Any = np.int64(ends[0])
+    assert torch.equal(generate(ours, ids[:1], 12, eos_id=counted), alone)
     assert alone.shape[1] <= 13
     assert alone[0, -1] == ends[0]
 

@@ -397,6 +397,19 @@ def test_what_no_plan_of_a_session_knows():
     assert any("give batch= and length=" in note for note in found.notes)
 
 
+def test_a_session_with_momentum_is_planned_with_another_optimizer_or_without_training():
+    session = sk.Session(
+        decoder(), [], schedule=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True)
+    )
+    with refused(ValueError):
+        plan(session, **RUN)
+    assert plan(session, training=False, **RUN).memory.gib == plan(session.model, training=False, **RUN).memory.gib
+    for named in ("adamw", "sgd"):
+        assert (
+            plan(session, optimizer=named, **RUN).memory.gib == plan(session.model, optimizer=named, **RUN).memory.gib
+        )
+
+
 def test_recompute_of_a_fused_model_is_what_the_model_does():
     model = sk.Decoder(sk.DecoderConfig(layers=1, width=64, heads=4, kv_heads=2, vocab=64, ffn=128, max_length=64))
     sk.fuse(model)

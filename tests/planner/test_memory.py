@@ -222,11 +222,16 @@ def test_momentum_of_sgd_is_a_state_that_is_not_planned():
     for momentum in (0.0, 0.9):
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         for optimizer in (plain, Spec(torch.optim.SGD, {"lr": 0.1, "momentum": momentum})):
+            assert plan(model, optimizer=optimizer, training=False).memory.gib == plan(model, training=False).memory.gib
             if momentum:
                 with refused(ValueError):
                     plan(model, optimizer=optimizer)
             else:
                 assert "optimizer" not in {term.name for term in plan(model, optimizer=optimizer).memory.terms}
+    first, *rest = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [first], "momentum": 0.9}]
+    with refused(ValueError):
+        plan(model, optimizer=torch.optim.SGD(groups, lr=0.1))
 
 
 def test_fits():

@@ -174,6 +174,20 @@ def test_a_folder_knows_the_only_model_of_its_server(tmp_path):
         benched(Words(models=("large",)), both, folder=tmp_path)
     assert len(benched(Words(), both, folder=tmp_path).points) == 2
     assert benched(Words(), both, folder=tmp_path, model="tiny").points == sk.ServeBench.load(tmp_path).points
+    more = [*both, *WORK.concurrencies(3)]
+    with refused(ValueError):
+        benched(Words(models=("one", "two")), more, folder=tmp_path)
+    server = Words(models=("large", "tiny"))
+    assert len(benched(server, more, folder=tmp_path).points) == 3
+    assert {body["model"] for body in server.bodies} == {"tiny"}
+
+
+def test_a_folder_that_no_server_answered_for_takes_a_model(tmp_path):
+    with pytest.raises(ConnectionError, match=r"Else give model=\."):
+        sk.serve_bench(URL, workload=WORK, folder=tmp_path)
+    assert len(benched(Words(), server="127.0.0.1:9", folder=tmp_path, model="tiny").points) == 1
+    with refused(ValueError):
+        benched(Words(), server="127.0.0.1:9", folder=tmp_path, model="other")
 
 
 def test_workloads_that_arrive_alike_have_names_of_their_own():

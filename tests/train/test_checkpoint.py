@@ -667,8 +667,8 @@ class TestDecoder:
 
     @pytest.mark.parametrize(
         "own",
-        [sk.BF16.lora(rank=4), sk.BF16.lora(rank=2, targets=("v_proj",)), sk.QFP8, None],
-        ids=["another alpha", "other layers", "quantized", "no recipe"],
+        [sk.BF16.lora(rank=4), sk.BF16.lora(rank=2, targets=("v_proj",)), sk.QFP8, sk.FP8_CURRENT, None],
+        ids=["another alpha", "other layers", "quantized", "freezes nothing", "no recipe"],
     )
     def test_an_adapter_that_was_loaded(self, own: sk.Recipe | None, tmp_path: Path) -> None:
         """Its rank, its alpha and its layers are not those of the recipe."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surokit.train.diagnose import find_first_bad
+from surokit.train.diagnose import find_first_bad, first_of
 from tests.train.toys import Toy, make_batches
 
 
@@ -137,3 +137,14 @@ def test_a_part_without_labels_is_not_what_went_wrong() -> None:
     model = Toy()
     model.hidden = BadInput(16, 16)
     assert find_first_bad(model, [empty, other], 3).kind == "gradient"
+
+
+def test_a_process_without_labels_is_not_what_went_wrong() -> None:
+    """Its only batch counts for nothing in a step of several processes, whether it comes before the bad one or after."""
+    empty, other = make_batches(2)
+    empty["labels"].fill_(-100)
+    bad = Toy()
+    bad.hidden = BadInput(16, 16)
+    findings = [find_first_bad(m, [b], 3, are_several=True) for m, b in ((Toy(), empty), (bad, other))]
+    assert [finding.kind for finding in findings] == ["not reproduced", "gradient"]
+    assert first_of(findings) == first_of(findings[::-1]) == findings[1]

@@ -254,6 +254,8 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
     gpus = arguments.integer("gpus", q.gpus, most=1e7)
     division = _read_division(q, shape, gpus, fusion)
     _check_muon(optimizer, shape, division, q.training)
+    if q.training:
+        _check_momentum(q.optimizer)
     prefetch = _read_prefetch(q.offload_weights, shape, device, q.training and not frozen(q.recipe), optimizer)
     if prefetch and gpus > 1 and q.zero > 1:
         raise ValueError(
@@ -448,12 +450,19 @@ def read_optimizer(value: Any) -> str:
     if name not in _OPTIMIZERS:
         known = ", ".join(repr(each) for each in _OPTIMIZERS if each not in ("none", "sgd"))
         raise ValueError(f"optimizer={name!r} has no known state size: use {known} or 'sgd'.")
-    if name == "sgd" and (momentum := _option(value, "momentum")):
-        raise ValueError(
-            f"SGD with momentum={momentum:g} has a state, which is not planned: give optimizer='adamw', which has two, or "
-            "momentum=0."
-        )
     return _OPTIMIZERS[name]
+
+
+def _check_momentum(optimizer: Any) -> None:
+    """Raise ValueError for SGD that has momentum in any of its groups of parameters."""
+    if optimizer is None or read_optimizer(optimizer) != "none":
+        return
+    groups = getattr(optimizer, "param_groups", None) or [{"momentum": _option(optimizer, "momentum")}]
+    if momentum := max(group.get("momentum") or 0 for group in groups):
+        raise ValueError(
+            f"SGD with momentum={momentum:g} has a state, which is not planned: give plan(optimizer='adamw'), which has two, or "
+            "plan(optimizer='sgd'), which has none."
+        )
 
 
 def read_deferral(optimizer: Any) -> dict[str, Any]:
