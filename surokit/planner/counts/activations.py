@@ -188,9 +188,8 @@ class _Model:
         tape, shape = self.tape, self.shape
         ids = tape.new(self.tokens * 8.0)  # the token ids and the labels, int64
         tape.new(self.tokens * 8.0)
-        adapted = any(place.rank or place.below for place in self.places.values())
-        needs = self.trains or (self.step.training and adapted)
-        x = self.embedding(ids) if shape.has_embedding else tape.new(self.of(shape.width), needs=needs)
+        below = self.trains or (self.step.training and any(place.below for place in self.places.values()))
+        x = self.embedding(ids) if shape.has_embedding else tape.new(self.of(shape.width), needs=below)
         runs = self.runs()
         mask = tape.new(self.mask / self.w if any(kind.masked for _, kind in runs) else 0.0)
         for times, kind in runs:

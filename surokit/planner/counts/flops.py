@@ -110,7 +110,7 @@ class Compute:
 class Placement:
     """A Placement says what a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which `layers`, and
     the rank of the adapters on those of the layers `adapted`, 0 without any. `below` is True where an earlier stage of a pipeline
-    has adapters on this kind of weight and this one has none, so that a gradient goes through all of it."""
+    has adapters on this kind of weight, so that a gradient goes through all of this one."""
 
     weight: Weight
     quantized: int
@@ -168,8 +168,7 @@ def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
         adapted = frozenset() if adapter is None else _adapted(w, adapter)
         rank, below = adapter.rank if adapted else 0, adapter is not None and _adapted_below(w, adapter)
         placed.append(Placement(w, w.a_layer * len(layers), rank, layers, adapted, below))
-    # a stage with adapters of its own is counted as if it were the first that has any, as the factors of likely times were fitted
-    return tuple(replace(p, below=False) for p in placed) if any(p.rank for p in placed) else tuple(placed)
+    return tuple(placed)
 
 
 @lru_cache(maxsize=1024)  # a plan places its recipe many times, and patterns are slow to match
