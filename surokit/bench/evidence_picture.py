@@ -39,8 +39,6 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 def all_gaps(data: Mapping[str, Any]) -> Figure:
     """Draw a panel for training from scratch, one for fine-tuning and one for what is quantized alone; of a recipe a line of seeds
     for each size, and the mean over sizes."""
-    from matplotlib.figure import Figure as Picture
-
     shown: dict[str, list[GapRow]] = {}
     for (kind, recipe), of_sizes in by_recipe(data).items():
         whole = of_sizes[ALL]
@@ -50,7 +48,7 @@ def all_gaps(data: Mapping[str, Any]) -> Figure:
     if not shown:
         raise ValueError(_NOTHING)
     counts = [len(rows) for rows in shown.values()]
-    picture = Picture(figsize=(9, 0.7 * len(shown) + ROW_INCHES * sum(counts)), layout="constrained")
+    picture = _blank(9, 0.7 * len(shown) + ROW_INCHES * sum(counts))
     panels = picture.subplots(len(shown), 1, squeeze=False, height_ratios=counts)[:, 0]
     for axes, (kind, rows) in zip(panels, shown.items(), strict=True):
         draw_gaps(axes, rows, f"{TRAINED[kind]}: held-out loss against bfloat16, % of it".capitalize())
@@ -59,14 +57,12 @@ def all_gaps(data: Mapping[str, Any]) -> Figure:
 
 def growth(data: Mapping[str, Any]) -> Figure:
     """Draw the mean gap of each recipe from scratch over the tokens seen, with the lowest and the highest seed."""
-    from matplotlib.figure import Figure as Picture
-
     recipes = FROM_SCRATCH[1:]
     counts = {size: [len(gaps(data, "scratch", size, recipe)) for recipe in recipes] for size in SIZES}
     sizes = [size for size in SIZES if any(counts[size])]
     if not sizes:
         raise ValueError(_NOTHING)
-    picture = Picture(figsize=(3.6 * len(sizes) + 1.4, 3.6), layout="constrained")
+    picture = _blank(3.6 * len(sizes) + 1.4, 3.6)
     panels = picture.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
         for recipe, color, count in zip(recipes, _COLORS, counts[size], strict=True):
@@ -86,6 +82,15 @@ def growth(data: Mapping[str, Any]) -> Figure:
     panels[0].set_ylabel("gap to bfloat16, %: mean, lowest, highest", color=SOFT)
     handles = {name: handle for axes in panels for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
+    return picture
+
+
+def _blank(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches that a notebook shows: one of pyplot's, which does not keep it."""
+    from matplotlib import pyplot
+
+    picture = pyplot.figure(figsize=(width, height), layout="constrained")
+    pyplot.close(picture)
     return picture
 
 

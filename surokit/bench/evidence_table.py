@@ -56,11 +56,17 @@ def gaps(
     ]
 
 
-def beside(data: Mapping[str, Any], kind: str, size: str, recipe: str, other: str) -> list[float]:
-    """Return how much higher the held-out loss of one recipe is than another's, as a share, of every seed that has both."""
+def beside(
+    data: Mapping[str, Any], kind: str, size: str, recipe: str, other: str, other_kind: str | None = None
+) -> list[float]:
+    """Return how much higher the held-out loss of one recipe is than another's, as a share, of every seed that has both.
+
+    other_kind: of the other recipe's runs, where that is not `kind`.
+    """
     found, differences = data["evidence"], []
     for seed in range(SEEDS[size]):
-        runs = [at_its_rate(found, kind, size, each, seed) for each in (recipe, other)]
+        pair = ((kind, recipe), (other_kind or kind, other))
+        runs = [at_its_rate(found, of, size, each, seed) for of, each in pair]
         ended = [loss_at(found[run.key]) for run in runs if run and run.key in found]
         if len(ended) == 2:
             differences.append(ended[0] / ended[1] - 1)

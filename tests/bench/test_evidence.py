@@ -348,7 +348,9 @@ def test_the_mean_of_sizes_is_no_better_than_the_worst_size() -> None:
 
 def test_pictures_show_seeds_gates_and_growth(tmp_path: Path) -> None:
     data = result_of({"fp8-current": [0.001, 0.0012, 0.0008, 0.001], "fp4": [0.02, 0.021, 0.019, 0.02]})
-    axes = evidence_picture.all_gaps(data).axes[0]
+    picture = evidence_picture.all_gaps(data)
+    assert hasattr(picture, "number")  # pyplot has made it, and so a notebook shows it
+    axes = picture.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["fp8-current", "fp4"]
     lines = {line.get_label(): line.get_xydata() for line in evidence_picture.growth(data).axes[0].get_lines()}
     assert np.asarray(lines["fp4"]) == pytest.approx(np.array([[1.024, 0.0], [2.048, 2.0]]))
