@@ -172,7 +172,7 @@ class Pays:
 
 @dataclass(frozen=True)
 class Change:
-    """A Change is what a run goes over to: `recipe` for the steps after the first `at`, or after that share of all steps."""
+    """A Change is what a run goes over to: `recipe` for the steps after the first `at`, or that share of all, rounded."""
 
     at: float
     recipe: Recipe

@@ -633,7 +633,9 @@ class Session(Trainer):
         recipe, now = self.recipe, self.recipe_now
         said = f"{recipe.name} " if recipe else ""
         if recipe and recipe.later and now:
-            said += f"(the next step in {now.name}) "
+            steps = ((change.step(self.run_length), change.recipe.name) for change in recipe.later)
+            then = next((f", {name} after step {step:,}" for step, name in steps if step > self.steps), "")
+            said += f"(the next step in {now.name}{then}) "
         graphs = f", graphs {self.graphs}" if self.device.type == "cuda" else ""
         return (
             f"<Session {said}{type(self.model).__name__} on {self.device}, {self.steps} steps done, {self.run_dir}"

@@ -57,9 +57,10 @@ def test_a_run_does_what_a_fork_at_that_step_does(name: str) -> None:
     session, alone = make(recipe), make(first)
     session.run(2)
     assert session.recipe_now == first
+    assert f"(the next step in {first.name}, {second.name} after step 3)" in repr(session)
     session.run(1)
     assert session.recipe_now == second  # whose first step comes next
-    assert f"(the next step in {second.name})" in repr(session)
+    assert f"(the next step in {second.name}" in repr(session)
     session.run(1)
     alone.run(3)
     forked = alone.fork(second)
