@@ -32,7 +32,7 @@ def execute(notebook: Path, run_dir: Path) -> int:
     """Execute `notebook` in a fresh folder (`run_dir`, or the next free name), its working directory.
 
     Prints a line a cell and, while a cell takes long, what it said last: of a session that trains its step and the time to go.
-    At the end it prints the text of the cell tagged "result", and the folder. Returns 0, 1 after a failing cell, 130
+    At the end it prints the text of the cell tagged "result", and the web page that it kept. Returns 0, 1 after a failing cell, 130
     after an interrupt. Raises ModuleNotFoundError where nbclient or ipykernel are missing.
     """
     _require()
@@ -48,7 +48,8 @@ def execute(notebook: Path, run_dir: Path) -> int:
         _keep(nb, folder, notebook.stem)
     if status == 0 and (text := result_text(nb)):
         print(f"\n{text}\n")
-    print(folder.resolve())
+    page = folder / f"{notebook.stem}.html"
+    print((page if page.is_file() else folder).resolve())
     return status
 
 

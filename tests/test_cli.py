@@ -523,7 +523,7 @@ def test_a_notebook_runs_in_this_interpreter_and_leaves_everything(tmp_path, cap
     assert "[ 3/5] # a drawing  " in out
     assert "{'answer': 42}" in out
     assert "aside" not in out
-    assert out.rstrip().endswith(str(runs))
+    assert out.rstrip().endswith(str(runs / "nb.html"))
 
     done = nbformat.read(runs / "nb.ipynb", as_version=4)
     assert done.cells[1].outputs[0].text.strip() == sys.executable
