@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ValueError("--minutes and --only choose from a study: a race is run again as long as it was.")
             found = _race_again(of, folder)
     print(f"\n{found}")
+    if arguments.run_dir is not None:
+        print(f"Kept in {arguments.run_dir}.")
     if not found.holds:
         return 1
     return 3 if found.is_noisy else 0

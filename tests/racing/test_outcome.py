@@ -259,6 +259,16 @@ def test_a_ratio_of_too_few_rounds_says_so_wherever_it_is_shown():
     assert doubt not in repr(more) + more._repr_html_() + texts(more.plot().axes[1])
 
 
+def test_what_trained_the_runs_is_said():
+    runs = {name: made(name, 1.0, falling(24)) for name in ("a", "b")}
+    assert "Trained by" not in str(race_of(runs)), "a race of another version may not have kept it"
+    for run in runs.values():
+        run.work = {**run.work, "optimizer": "Muon(lr=0.02, momentum=0.95; lr=0.001, betas=(0.9, 0.95))"}
+    assert "\nTrained by Muon at lr=0.02 and 0.001.\n" in str(race_of(runs))
+    runs["b"].work["optimizer"] = "AdamW(lr=0.001)"
+    assert "\nTrained by: a by Muon at lr=0.02 and 0.001; b by AdamW at lr=0.001.\n" in str(race_of(runs))
+
+
 def test_steps_are_read_back_as_they_were(tmp_path):
     steps = made("a", 1.0, [1.0, math.nan, math.inf, 2.5]).steps
     write_steps(steps, tmp_path / "records.jsonl")
