@@ -67,7 +67,8 @@ class Prediction:
     """A Prediction says how much faster than the baseline a recipe is expected to be; None where it could not be told, with `why`.
 
     share: the part of the baseline's step in products that the two compute differently. products: how many times as fast these
-    are, quantization left out. quantization: what it takes, as a share of the baseline's step. All three measured apart.
+    are, quantization left out. quantization: what it takes, as a share of the baseline's step. All three measured apart, and kept
+    where they contradict each other, so that there is no ratio.
     """
 
     ratio: float | None
