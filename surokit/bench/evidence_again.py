@@ -22,7 +22,7 @@ from surokit.bench.evidence_plan import (
 )
 from surokit.bench.evidence_table import gaps, machine_of, noise
 from surokit.racing.reproduced import VERSIONS, Figure, Reproduction, differences_of, plain
-from surokit.statistics import Interval, Noise, paired_gap, student_t
+from surokit.statistics import Interval, Noise, paired_gap, student_t, wilson_interval
 
 FILE = "evidence.json"
 AGAIN = "evidence, run again"  # what a file of runs that were made again calls itself
@@ -88,14 +88,19 @@ def chosen_runs(found: Mapping[str, Mapping[str, Any]], only: str) -> list[Run]:
 
 def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduction:
     """Compare two raw files: each run's held-out loss to the bit, and gaps by intervals in all of which the means of as many new
-    seeds lie in 95 of 100 studies (Student's t, from the noise between the seeds of then)."""
+    seeds lie in 95 of 100 studies (Student's t, from the noise between the seeds of then). Of a task it is the accuracy that is
+    compared, by Wilson's intervals of the problems that were right then and now: its loss, near nothing once it is learnt, may be
+    any."""
     both = {key: (then["evidence"][key], new) for key, new in now["evidence"].items() if key in then["evidence"]}
-    figures = [
-        Figure(
-            f"{key}: held-out loss", plain(old["held_out"]), plain(new["held_out"]), is_loss=new["kind"] not in OF_TASKS
-        )
-        for key, (old, new) in both.items()
-    ]
+    figures: list[Figure] = []
+    level = 1 - 0.05 / max(1, sum(new["kind"] in OF_TASKS for _, new in both.values()))
+    for key, (old, new) in both.items():
+        if new["kind"] in OF_TASKS:
+            figures.append(Figure(f"{key}: right", accuracy(old, level), accuracy(new, level)))
+        else:
+            figures.append(
+                Figure(f"{key}: held-out loss", plain(old["held_out"]), plain(new["held_out"]), is_loss=True)
+            )
     made = {"evidence": {key: new for key, (_, new) in both.items()}, "rates": then["evidence"]}
     sizes = dict.fromkeys(new["size"] for _, new in both.values() if new["kind"] not in OF_TASKS)
     compared = {
@@ -104,15 +109,22 @@ def compare_studies(then: Mapping[str, Any], now: Mapping[str, Any]) -> Reproduc
         for size, recipe in itertools.product(sizes, recipes)
         if recipe != baseline_of(recipe) and (new := gaps(made, kind, size, recipe))
     }
-    for (kind, size, recipe), new in compared.items():
+    for (kind, size, recipe), found in compared.items():
         level = 1 - 0.05 / len(compared)
-        old = expected(gaps(then, kind, size, recipe), noise(then, kind, size, recipe), len(new), level)
-        figures.append(Figure(f"{kind} {size} {recipe}: gap, %", old.times(100), plain(100 * statistics.mean(new))))
+        wanted = expected(gaps(then, kind, size, recipe), noise(then, kind, size, recipe), len(found), level)
+        figures.append(
+            Figure(f"{kind} {size} {recipe}: gap, %", wanted.times(100), plain(100 * statistics.mean(found)))
+        )
     machines = ((machine_of(then, old), machine_of(now, new)) for old, new in both.values())
     differences = [*dict.fromkeys(each for was, here in machines for each in differences_of(was, here, VERSIONS))]
     differences += [f"code of {key}" for key, (old, new) in both.items() if old.get("source") != new.get("source")]
     differences += [f"data of {key}" for key, (old, new) in both.items() if old.get("data") != new.get("data")]
     return Reproduction(tuple(figures), tuple(differences), "Versions, machine, code and data")
+
+
+def accuracy(run: Mapping[str, Any], level: float) -> Interval:
+    """Return the share of its task's problems that a run had right at the end, with an interval."""
+    return wilson_interval(round(run["curve"][-1][-1] * evidence.PROBLEMS), evidence.PROBLEMS, level)
 
 
 def expected(values: list[float], noise: Noise | None, count: int, level: float) -> Interval:

@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     race.add_argument("--no-control", dest="control", action="store_false", help="without the baseline's twin")
     race.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep everything there, to be run again")
     race.add_argument("--plot", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
-    race.set_defaults(run=run)
+    race.set_defaults(run=run, says_where=True)
 
 
 def _loss(text: str) -> float:
@@ -135,28 +135,30 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ValueError(said) from error
         if ended is None:  # there is none yet
             raise
-        _show(ended, arguments.plot)
+        _show(ended, arguments)
         if not isinstance(error, users):  # a fault of ours, which its traceback shows
             raise
         print(f"surokit: {' '.join(said.split())}", file=sys.stderr)
         return 1
-    _show(race, arguments.plot)
+    _show(race, arguments)
     return 0 if race.reason == "done" else 130
 
 
-def _show(race: Race, plot: Path | None) -> None:
-    """Print a race, before anything that is said of its error, and draw it where a picture is asked for."""
+def _show(race: Race, arguments: argparse.Namespace) -> None:
+    """Print a race and where it is kept, before anything that is said of its error, and draw it where a picture is asked for."""
     print(race, flush=True)
-    if plot is not None:
-        race.plot().savefig(plot, dpi=150)
+    if arguments.says_where and race.run_dir is not None:
+        print(f"Kept in {race.run_dir}.", flush=True)
+    if arguments.plot is not None:
+        race.plot().savefig(arguments.plot, dpi=150)
 
 
 def run_again(argv: Sequence[str]) -> int:
-    """Run the command line of an earlier race."""
+    """Run the command line of an earlier race; the caller says where it is kept, if it is."""
     parser = Parser(prog="surokit")
     add(parser.add_subparsers())
     arguments = parser.parse_args(argv)
-    arguments.argv = list(argv)
+    arguments.argv, arguments.says_where = list(argv), False
     return run(arguments)
 
 

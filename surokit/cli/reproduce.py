@@ -38,7 +38,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a race or a study again and compare: 0 where every figure is inside of its stated interval, 1 where one is not."""
+    """Run a race or a study again and compare: 0 where every figure comes out as it says, 1 where one does not, and 3 where none
+    does not but one was too noisy to tell."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.run_dir or Path(temporary) / "again"
         of = arguments.folder.parent if arguments.folder.name == "race.json" else arguments.folder
@@ -52,7 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ValueError("--minutes and --only choose from a study: a race is run again as long as it was.")
             found = _race_again(of, folder)
     print(f"\n{found}")
-    return 0 if found.holds else 1
+    if arguments.run_dir is not None:
+        print(f"Kept in {arguments.run_dir}.")
+    if not found.holds:
+        return 1
+    return 3 if found.is_noisy else 0
 
 
 def _race_again(of: Path, folder: Path) -> Reproduction:

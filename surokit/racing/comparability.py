@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from surokit.applied import fusion_of
 from surokit.fusion import Fusion
 from surokit.nn.linear import Linear
+from surokit.racing.runs import optimizer_in_short
 from surokit.train import Session
 from surokit.train.stream import Batch, Stream, check_batch, fingerprint
 
@@ -162,7 +163,7 @@ def differences(name: str, own: SessionWork, base_name: str, base: SessionWork) 
             a, b = (f"{other}, {each[other]}" for each in (a, b))
         options = _options_that_differ(a, b) if field.name == "optimizer" else ""
         if field.name == "optimizer" and not options:
-            a, b = _in_short(a), _in_short(b)
+            a, b = optimizer_in_short(a), optimizer_in_short(b)
         found.append(difference(field.name, name, a, base_name, b))
         if options:
             text = f"{name!r} is trained with other options than {base_name!r}, {options}"
@@ -347,12 +348,6 @@ def _options_that_differ(own: str, base: str) -> str:
             if a.get(name) != b.get(name):
                 found[f"{name}: {a.get(name, 'none')} against {b.get(name, 'none')}"] = None
     return ", ".join(found)
-
-
-def _in_short(words: str) -> str:
-    """Return an optimizer's class and learning rates, of its `optimizer_words`."""
-    rates = dict.fromkeys(re.findall(r"\blr=([^,;)]+)", words))
-    return f"{words.partition('(')[0]} at lr={' and '.join(rates)}"
 
 
 def _plain(value: Any) -> Any:

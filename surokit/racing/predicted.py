@@ -44,6 +44,10 @@ _PRODUCTS = re.compile(
 _NO_KERNELS = re.compile(r"fmha|flash|attention|sdpa|cudnn_generated", re.IGNORECASE)
 _RUN_S = 0.15  # time for one layer's measurement
 _REPEATS = 3  # at least
+_FASTEST, _LONGEST = (
+    20,
+    10,
+)  # no format's products are so many times as fast, and no quantization takes so many steps: clocks erred
 
 
 class Shares:
@@ -132,7 +136,11 @@ def predict(own: Layers, base: Layers, shares: Shares, step_s: float, parts: int
     base_s, _ = (parts * seconds for seconds in base.seconds(changed))
     own_s, quantize_s = (parts * seconds for seconds in own.seconds(changed))
     quantization = min(quantize_s, 0.9 * own_s) / step_s
-    now = max(share + (own_s - base_s) / step_s - quantization, 0.05 * share)  # clocks err, but nothing takes no time
+    left = share + (own_s - base_s) / step_s - quantization
+    now = max(left, share / _FASTEST)
+    if left < now or quantization > _LONGEST:
+        why = "its short runs do not fit the baseline's steps, as on a busy machine, so race again with nothing else running"
+        return Prediction(None, share, share / now, quantization, why)
     return Prediction(1 / (1 - share + now + quantization), share, share / now, quantization)
 
 

@@ -19,6 +19,7 @@ VERSIONS = ("surokit", "python", "torch", "triton", "cuda", "device", "cpu", "cp
 
 _ON_STEPS = ("at equal loss", "held-out loss", "steps to the target")  # figures that rest on how many steps a run made
 FAR = 0.02  # by which a loss may differ on another machine or version and count as the same
+NOISY = 3  # times as wide as then: an interval of now that says nothing of whether the two agree
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Figure:
     """A Figure is one number of then and now, each with its interval where it has one; `now` is None where it did not come out.
 
     `verdict`: "inside" of the interval of then; "agrees" where it is outside, but no further than both intervals together allow;
-    "outside". Without an interval "equal", or how far off the number is, "far off" for a loss (`is_loss`) beyond FAR. "missing" if
-    there is none now.
+    "outside" beyond; "too noisy to tell" where it is not beyond, but its interval is more than NOISY times as wide as then. Without
+    an interval "equal", or how far off the number is, "far off" for a loss (`is_loss`) beyond FAR. "missing" if there is none now.
     """
 
     name: str
@@ -41,10 +42,12 @@ class Figure:
             return "missing"
         then, now = self.then, self.now
         if then.known:
-            if then.holds(now.mid):
-                return "inside"
-            halves = ((end.high - end.low) / 2 for end in (then, now) if end.known)
-            return "agrees" if abs(now.mid - then.mid) <= math.hypot(*halves) else "outside"
+            halves = [(end.high - end.low) / 2 for end in (then, now) if end.known]
+            if not then.holds(now.mid) and abs(now.mid - then.mid) > math.hypot(*halves):
+                return "outside"
+            if halves[-1] > NOISY * halves[0]:
+                return "too noisy to tell"
+            return "inside" if then.holds(now.mid) else "agrees"
         if now.mid == then.mid:
             return "equal"
         off = now.mid / then.mid - 1 if then.mid else math.inf
@@ -71,6 +74,11 @@ class Reproduction:
         return bool(self.figures) and not any(figure.fails for figure in self.figures)
 
     @property
+    def is_noisy(self) -> bool:
+        """Return whether a figure was measured so much less surely than then that nothing is told of it."""
+        return any(figure.verdict == "too noisy to tell" for figure in self.figures)
+
+    @property
     def is_exact(self) -> bool:
         """Return whether every figure without a stated interval, such as a loss, is equal to the last bit."""
         return all(figure.verdict == "equal" for figure in self.figures if not figure.then.known)
@@ -79,9 +87,8 @@ class Reproduction:
         rows = [
             (
                 figure.name,
-                f"{figure.then.mid:.4f}"
-                + (f" ({figure.then.low:.4f} to {figure.then.high:.4f})" if figure.then.known else ""),
-                "" if figure.now is None else f"{figure.now.mid:.4f}",
+                _number(figure.then),
+                "" if figure.now is None else _number(figure.now),
                 figure.verdict,
             )
             for figure in self.figures
@@ -94,12 +101,21 @@ class Reproduction:
         if not stated:
             told = "No figure had an interval, as speeds have from five rounds on, so that none is compared by one"
         said = [f"{told}; {exact} of {others} others are equal."]
+        if self.is_noisy:
+            said.append(
+                f"Too noisy to tell is what has an interval more than {NOISY} times as wide as then: run it again with nothing "
+                "else running."
+            )
         if self.differences:
             said.append(f"Not as it was then: {'; '.join(self.differences)}.")
         else:
             said.append(f"{self.compared} are those of then.")
         said += self.notes
         return "\n".join([text_table(rows, header=("figure", "then", "now", ""), right=(1, 2), indent=""), "", *said])
+
+
+def _number(found: Interval) -> str:
+    return f"{found.mid:.4f}" + (f" ({found.low:.4f} to {found.high:.4f})" if found.known else "")
 
 
 def plain(value: float | None) -> Interval:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.racing import folder
 from surokit.racing.outcome import COLUMNS, Outcome, cells_of, header_of, outcome, record_of
-from surokit.racing.runs import Run
+from surokit.racing.runs import Run, optimizer_in_short
 from surokit.statistics import TOO_FEW
 from surokit.tables import data_frame, html_table, text_table
 from surokit.units import counted, elapsed
@@ -127,6 +127,7 @@ class RaceResult:
                 f"{counted(found.rounds, 'round')} of turns, each {size} after an untimed one, {elapsed(found.timed_s)} timed "
                 f"in all on {self.environment['device']}, after a warm-up of {counted(first.warm_up.steps, 'step')} each."
             )
+        said += self._trained_by()
         if found.timed_s < 60 * len(found.rows):
             said.append("Less than a minute each: whether a speed is sustained takes minutes to see.")
         if found.timed_s >= SUSTAINED_S:
@@ -157,6 +158,14 @@ class RaceResult:
         elif emulated:
             said.append(f"Emulated here, so that its time is not the format's: {', '.join(emulated)}.")
         return said + [self._way_on()] * self._ended_early + self.notes
+
+    def _trained_by(self) -> list[str]:
+        """Return a sentence on the optimizer, in a list: that of all runs, or each run's own; an empty list where none is kept."""
+        kept = {name: words for name, run in self.runs.items() if (words := run.work.get("optimizer"))}
+        trained = {name: optimizer_in_short(words) for name, words in kept.items()}
+        if len(set(trained.values())) > 1:
+            return [f"Trained by: {'; '.join(f'{name} by {words}' for name, words in trained.items())}."]
+        return [f"Trained by {words}." for words in set(trained.values())]
 
     def _goal_words(self, found: Outcome) -> str:
         """Say what the goal is, how often it was looked at, and which runs have not reached it."""

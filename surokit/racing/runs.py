@@ -9,6 +9,7 @@ so that time is what the run would take alone once it is warm. What the warm-up 
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,7 +67,8 @@ class Prediction:
     """A Prediction says how much faster than the baseline a recipe is expected to be; None where it could not be told, with `why`.
 
     share: the part of the baseline's step in products that the two compute differently. products: how many times as fast these
-    are, quantization left out. quantization: what it takes, as a share of the baseline's step. All three measured apart.
+    are, quantization left out. quantization: what it takes, as a share of the baseline's step. All three measured apart, and kept
+    where they contradict each other, so that there is no ratio.
     """
 
     ratio: float | None
@@ -217,3 +219,9 @@ def rounds_of(runs: Sequence[Run]) -> list[int]:
     """Return the rounds in which every run had a whole turn."""
     sets = [{turn.round for turn in run.whole_turns} for run in runs]
     return sorted(set.intersection(*sets)) if sets else []
+
+
+def optimizer_in_short(words: str) -> str:
+    """Return an optimizer's class and learning rates, of what a run's work says of it."""
+    rates = dict.fromkeys(re.findall(r"\blr=([^,;)]+)", words))
+    return f"{words.partition('(')[0]} at lr={' and '.join(rates)}"

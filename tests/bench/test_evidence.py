@@ -491,19 +491,37 @@ def test_runs_come_behind_those_below_and_beside_them(monkeypatch: pytest.Monkey
 
 
 def test_some_recipes_of_a_study_are_compared_at_its_rates_beside_tasks() -> None:
-    """What was run again lacks the sweep, by which a rate would be chosen; a task's loss may be any, at the same accuracy."""
+    """What was run again lacks the sweep, by which a rate would be chosen."""
     then = result_of({"fp8-current": [0.001, 0.0012, 0.0008, 0.001], evidence_plan.CONTROL: [0.0, 0.001, 0.0, -0.001]})
     task = Run("task", "addition", "fp8-current", 0, evidence_plan.TASK_RATE)
     then["evidence"][task.key] = {**asdict(task), "held_out": 0.1, "curve": [[1600, 0.1, 0.9]]}
     rate = evidence_plan.best_rate(then["evidence"], "1M", "bf16")
     again = {key: run for key, run in then["evidence"].items() if key == task.key or run["lr"] == rate}
-    again[task.key] = {**again[task.key], "held_out": 0.2}
     found = evidence_again.compare_studies(then, {**then, "evidence": again})
     verdicts = {figure.name: figure.verdict for figure in found.figures}
     assert verdicts["scratch 1M fp8-current: gap, %"] == "inside"
     assert verdicts["scratch 1M bf16 again: gap, %"] == "inside"
-    assert "far" not in verdicts[f"{task.key}: held-out loss"]
     assert found.holds
+
+
+def test_of_a_task_that_is_run_again_the_accuracy_is_compared() -> None:
+    """The loss of a task that was learnt is nearly nothing, and may be many times as large elsewhere."""
+    runs = [Run("task", "recall", "bf16", seed, evidence_plan.TASK_RATE) for seed in range(3)]
+    then = result_of({})
+    then["evidence"] = {run.key: {**asdict(run), "held_out": 3e-7, "curve": [[9, 3e-7, 0.9]]} for run in runs}
+
+    def again(*accuracies: float) -> dict[str, str]:
+        made = {
+            run.key: {**asdict(run), "held_out": 6e-8, "curve": [[9, 6e-8, share]]}
+            for run, share in zip(runs, accuracies, strict=True)
+        }
+        found = evidence_again.compare_studies(then, {**then, "evidence": made})
+        assert found.holds == ("outside" not in {figure.verdict for figure in found.figures})
+        return {figure.name: figure.verdict for figure in found.figures}
+
+    first, second, third = (f"{run.key}: right" for run in runs)
+    assert again(0.9, 0.91, 0.88) == dict.fromkeys((first, second, third), "inside")
+    assert again(0.9, 0.86, 0.8) == {first: "inside", second: "agrees", third: "outside"}
 
 
 def test_a_run_is_compared_with_the_machine_of_its_call() -> None:

@@ -67,6 +67,7 @@ def test_a_race_from_the_command_line(tmp_path, capsys, text):
     assert picture.stat().st_size > 10_000
     race = sk.Race.load(folder)
     assert repr(race) in told.out
+    assert told.out.splitlines()[-1] == f"Kept in {folder}."
     assert race.runs["fp8"].recipe is not None
     assert race.runs["fp8"].recipe["adapter"]["rank"] == 2
     assert race.settings["usd_per_gpu_hour"] == 2
@@ -100,6 +101,9 @@ def test_a_race_is_reproduced_from_its_folder(tmp_path, capsys, text):
     row = next(line for line in told.splitlines() if line.startswith("fp8: held-out loss"))
     assert row.split()[-1] == "equal"
     assert (tmp_path / "again" / "race.json").exists()
+    assert [line for line in told.splitlines() if "Kept in" in line] == [f"Kept in {tmp_path / 'again'}."]
+    assert cli.main(["reproduce", str(folder)]) == 0
+    assert "Kept in" not in capsys.readouterr().out, "nothing is kept"
     assert cli.main(["reproduce", str(tmp_path / "nowhere")]) == 2
     assert cli.main(["reproduce", str(folder), "--run-dir", str(folder)]) == 2  # else it would be compared with itself
     assert "has content already" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,16 @@ def test_a_ratio_of_too_few_rounds_says_so_wherever_it_is_shown():
     assert doubt not in repr(more) + more._repr_html_() + texts(more.plot().axes[1])
 
 
+def test_what_trained_the_runs_is_said():
+    runs = {name: made(name, 1.0, falling(24)) for name in ("a", "b")}
+    assert "Trained by" not in str(race_of(runs)), "a race of another version may not have kept it"
+    for run in runs.values():
+        run.work = {**run.work, "optimizer": "Muon(lr=0.02, momentum=0.95; lr=0.001, betas=(0.9, 0.95))"}
+    assert "\nTrained by Muon at lr=0.02 and 0.001.\n" in str(race_of(runs))
+    runs["b"].work["optimizer"] = "AdamW(lr=0.001)"
+    assert "\nTrained by: a by Muon at lr=0.02 and 0.001; b by AdamW at lr=0.001.\n" in str(race_of(runs))
+
+
 def test_steps_are_read_back_as_they_were(tmp_path):
     steps = made("a", 1.0, [1.0, math.nan, math.inf, 2.5]).steps
     write_steps(steps, tmp_path / "records.jsonl")
@@ -286,3 +297,22 @@ def test_a_model_with_experts_gets_no_prediction_and_the_reason():
     assert "experts" in found.why
     plain = Layers(torch.nn.Sequential(torch.nn.Linear(8, 8)), 4)
     assert "experts" not in predict(plain, plain, Shares(), 1.0).why
+
+
+@pytest.mark.parametrize(
+    ("base_s", "own_s", "quantizing_s", "known"),
+    [(0.5, 0.6, 0.2, True), (0.5, 0.1, 0.09, False), (0.5, 23.0, 20.0, False)],
+    ids=["plausible", "products take no time", "quantization takes many steps"],
+)
+def test_short_runs_that_a_busy_machine_disturbed_predict_nothing(base_s, own_s, quantizing_s, known):
+    """A step of a second, of which half is products."""
+    base, own = (
+        SimpleNamespace(
+            experts=False, shapes={"a": (8, 8)}, kinds={"a": kind}, flops={"a": 1}, seconds=lambda names, s=s: s
+        )
+        for kind, s in (("bf16", (base_s, 0.0)), ("fp8", (own_s, quantizing_s)))
+    )
+    found = predict(own, base, SimpleNamespace(products=lambda step_s: 0.5), 1.0)
+    assert (found.ratio is not None) == known
+    assert str(found).startswith("predicted 0.91 x: 50%" if known else "no prediction: its short runs do not fit")
+    assert found.quantization == pytest.approx(quantizing_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import surokit as sk
+from surokit import cli
 from surokit.racing.reproduced import Figure, Reproduction, compare_races, differences_of, plain
 from surokit.statistics import Interval
 from tests.racing.conftest import batches, raced
@@ -29,6 +30,24 @@ def test_a_figure_is_judged_by_its_interval_or_to_the_bit():
     assert Figure("loss", plain(0.0), plain(0.1)).verdict == "off by +inf%"
     assert Figure("loss", plain(2.5), None).verdict == "missing"
     assert Figure("steps", plain(10), plain(None)).verdict == "missing"
+
+
+def test_an_interval_that_is_far_wider_than_then_tells_nothing(monkeypatch, tmp_path, capsys):
+    then = Interval(0.47, 0.50, 0.54)
+    noisy = Figure("fp8: tokens/s x baseline", then, Interval(0.18, 0.36, 0.69))
+    assert noisy.verdict == "too noisy to tell"
+    assert replace(noisy, now=Interval(0.2, 0.5, 0.7)).verdict == "too noisy to tell"
+    assert replace(noisy, now=Interval(0.45, 0.55, 0.65)).verdict == "agrees"
+    beyond = replace(noisy, now=Interval(0.05, 0.1, 0.35))
+    assert beyond.verdict == "outside"
+    (tmp_path / "evidence.json").touch()
+    for figures, status in (((noisy,), 3), ((noisy, beyond), 1), ((Figure("ratio", then, sharp(0.5)),), 0)):
+        found = Reproduction(figures, ())
+        monkeypatch.setattr("surokit.bench.evidence_again.reproduce", lambda *_, found=found: found)
+        assert cli.main(["reproduce", str(tmp_path)]) == status
+        told = capsys.readouterr().out
+        assert ("0.3600 (0.1800 to 0.6900)" in told) == (noisy in figures)
+        assert ("more than 3 times as wide as then: run it again" in told) == (noisy in figures)
 
 
 def test_what_holds_and_what_is_exact():
