@@ -182,7 +182,8 @@ def test_peft_computes_the_same_over_the_dequantized_base(recipe, tmp_path):
         layer: Any
         for name, layer in recipe_layers(ours):
             theirs.get_parameter(f"{name}.weight").copy_(layer.dense_weight(torch.float32))
-    save_adapter(ours, tmp_path / "adapter")
+    theirs.save_pretrained(tmp_path / "decoded")
+    save_adapter(ours, tmp_path / "adapter", str(tmp_path / "decoded"))
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["init_lora_weights"] is True
     base = {name: p.clone() for name, p in theirs.named_parameters()}
     wrapped = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
@@ -209,13 +210,36 @@ def test_an_adapter_over_another_storage_is_warned_of(other, tmp_path, recwarn):
         load(tmp_path / "base", dtype=torch.float32, device="cpu", recipe=recipe)
         for recipe in (sk.QNF4.lora(rank=4, init="loftq"), other)
     )
-    save_adapter(fitted, tmp_path / "adapter")
+    save_adapter(fitted, tmp_path / "adapter")  # warns too, of the base that it names
     load_adapter(base, tmp_path / "adapter")
     said = [str(each.message) for each in recwarn if "The adapter in" in str(each.message)]
     assert len(said) == (other is not sk.QNF4)
     assert all(
         "storing weights as nf4 blocks of 64" in each and "Load the model with the recipe" in each for each in said
     )
+
+
+def test_an_adapter_that_names_the_weights_before_quantizing_is_warned_of(run, tmp_path):
+    session, folder = run
+    save(made(), tmp_path / "base")
+    decoded = made()
+    sk.apply(decoded, sk.BF16.store(sk.QFP8))
+    sk.apply(decoded, sk.BF16)
+    save(decoded, tmp_path / "decoded")
+    fitted = load(tmp_path / "base", device="cpu", recipe=FITTED)
+    for writing in (
+        lambda: save_adapter(fitted, tmp_path / "adapter"),
+        lambda: save_adapter(fitted, tmp_path / "adapter", base="somebody/base"),
+        lambda: export(folder, tmp_path / "exported", base=str(tmp_path / "base")),
+    ):
+        with pytest.warns(UserWarning, match="is not known to hold them decoded"):
+            writing()
+    # and not over the decoded weights, nor where no base is named, nor of an adapter that makes up for nothing
+    save_adapter(fitted, tmp_path / "adapter", base=str(tmp_path / "decoded"))
+    export(folder, tmp_path / "exported", base=str(tmp_path / "decoded"))
+    save_adapter(session.model, tmp_path / "adapter")
+    plain = load(tmp_path / "base", device="cpu", recipe=sk.QFP8.lora(rank=4))
+    save_adapter(plain, tmp_path / "adapter")
 
 
 def test_what_an_adapter_was_made_for_stays_known(run, tmp_path):
@@ -238,7 +262,8 @@ def test_what_an_adapter_was_made_for_stays_known(run, tmp_path):
 def test_an_adapter_that_peft_made_by_loftq_is_read(tmp_path):
     write(tmp_path / "base", "llama2")
     ours = load(tmp_path / "base", dtype=torch.float32, device="cpu", recipe=sk.QNF4.lora(rank=4, init="loftq"))
-    save_adapter(ours, tmp_path / "adapter")
+    with pytest.warns(UserWarning, match="its base"):
+        save_adapter(ours, tmp_path / "adapter")
     config = peft.LoraConfig(
         r=4,
         lora_alpha=32,

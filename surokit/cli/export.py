@@ -12,7 +12,9 @@ def add(commands: Any) -> None:
     export = commands.add_parser("export", help="make a Hugging Face folder, or an adapter's, of a run's checkpoint")
     export.add_argument("source", metavar="RUN", help="the run_dir of a run, or one checkpoint in it")
     export.add_argument("folder", metavar="FOLDER", help="the folder to write")
-    export.add_argument("--base", help="name or folder of the model that an adapter belongs to")
+    export.add_argument(
+        "--base", help="name or folder of the model that an adapter belongs to; of a LoftQ adapter the decoded weights"
+    )
     export.set_defaults(run=run)
 
 

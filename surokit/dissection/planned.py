@@ -43,7 +43,7 @@ def trained(setting: Setting, is_bf16: bool = True) -> dict[str, Any]:
         "gpus": setting.gpus,
         "zero": setting.zero,
         "accumulate": setting.accumulate,
-        "optimizer": setting.optimizer if isinstance(setting.optimizer, str) else None,
+        "optimizer": setting.optimizer,
     }
     if setting.engine == "deepspeed":
         given["zero"] = setting.zero or 2 * (setting.on_host and setting.gpus > 1)

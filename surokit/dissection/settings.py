@@ -14,7 +14,7 @@ from surokit.recipe import Recipe, find_recipe
 Engine = Literal["surokit", "transformers", "trainer", "deepspeed"]
 What = Literal["train", "tune", "infer"]
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "eager", "sdpa"]
-OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "offloadadamw", "zenflow")
+OPTIMIZERS = ("adamw", "adamw8bit", "muon", "sgd", "offloadadamw", "zenflow")
 STAGES = (0, 2, 3)
 RANK = 16  # of an adapter, where tuning does not say
 LARGEST = "largest"
@@ -272,7 +272,10 @@ def grid(over: Mapping[str, Any], what: What, base: Setting, together: bool | Li
 def _values(name: str, given: Any, default: Any) -> tuple[Any, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         given = (default, given)
-    values = tuple(dict.fromkeys(given))
+    values: tuple[Any, ...] = ()
+    for value in given:
+        if value not in values:  # compared, as a specification has no hash
+            values += (value,)
     if not values:
         raise ValueError(f"dissect(over={{{name!r}: ...}}): give one value or more.")
     labels = [label_of(value) for value in values]

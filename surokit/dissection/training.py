@@ -16,6 +16,7 @@ from surokit.dissection.summed import summed
 from surokit.dissection.work import BEFORE, PROFILED, WARM_UP, Work
 from surokit.offload import OffloadAdamW, ZenFlow, offload_activations
 from surokit.optim.adamw import AdamW, AdamW8bit
+from surokit.optim.muon import Muon
 from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
 from surokit.planner import Plan, plan
@@ -110,5 +111,6 @@ def optimizer_of(setting: Setting, lr: float) -> Any:
         return setting.optimizer
     if setting.optimizer == "sgd":
         return lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=lr)
-    made = {"adamw": AdamW, "adamw8bit": AdamW8bit, "offloadadamw": OffloadAdamW, "zenflow": ZenFlow}
+    known: tuple[Any, ...] = AdamW, AdamW8bit, Muon, OffloadAdamW, ZenFlow
+    made = {optimizer.__name__.lower(): optimizer for optimizer in known}
     return made[setting.optimizer](lr=lr)

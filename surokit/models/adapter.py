@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from surokit import convert
 from surokit.errors import CheckpointError
 from surokit.layers import OwnLayer, check_taken_over, recipe_layers
-from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, write_json, written_whole
+from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, weight_files, write_json, written_whole
 from surokit.models.gathering import is_sharded, whole, written_by_first
 from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
@@ -54,6 +54,9 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     adapter's config, by default where the model was loaded from. The files appear at once or not at all.
     Of a model that is sharded over processes all call this, and rank 0 writes.
 
+    Warns where the adapter began with what storing the weights loses (init="loftq") and the base that it names is no folder that
+    holds them as they are decoded: over others PEFT computes something else.
+
     Raises CheckpointError where the model has no adapter, layers have different ranks, or writing fails.
     """
     layers = _linears(model, "save_adapter")
@@ -67,6 +70,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     if len(kinds) > 1:
         raise CheckpointError(f"The adapter has several ranks or alphas ({sorted(kinds)}): save() writes one of each.")
     rank, alpha = kinds.pop()
+    named = base or getattr(model, "name_or_path", None)
     linears = {name for name, layer in layers.items() if not isinstance(layer, ExpertsLinear)}
     leaves = {name.rpartition(".")[2] for name in adapted if name in linears}
     everywhere = all(name in adapted for name in linears if name.rpartition(".")[2] in leaves)
@@ -74,7 +78,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base or getattr(model, "name_or_path", None),
+        "base_model_name_or_path": named,
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "target_modules": sorted(leaves if everywhere else linears & adapted.keys()),
@@ -102,7 +106,27 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
         for suffix, part in zip(_SUFFIXES, _written(adapted[name]))
     )
     written_by_first(is_sharded(model), tensors, write)
+    if fitted and named and (is_sharded(model) or not _is_decoded(Path(named), adapted)):
+        warnings.warn(
+            f"The adapter makes up for what storing weights as {'; '.join(fitted)} loses, and its base {named} is not known to "
+            "hold them decoded, so that PEFT computes something else over it unless it quantizes them alike: write the decoded "
+            "weights with surokit.save and give their folder as the base.",
+            stacklevel=2,
+        )
     return folder
+
+
+def _is_decoded(base: Path, adapted: Mapping[str, OwnLayer]) -> bool:
+    """Return whether a base is a folder here that holds the decoded weight of the first layer whose adapter was made for it."""
+    try:
+        with Tensors(weight_files(base)) as tensors:
+            for name, layer in adapted.items():
+                if layer.adapter_fits and f"{name}.weight" in tensors:
+                    held = tensors[f"{name}.weight"]
+                    return torch.equal(held, layer.dense_weight(held.dtype).cpu())
+    except (CheckpointError, OSError):
+        pass
+    return False
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:

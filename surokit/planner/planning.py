@@ -524,7 +524,7 @@ def answer(question: Question) -> Plan:
         gpus=setup.gpus,
         gpu=asked.gpu,
         compute=compute,
-        kinds=product_kinds(asked.carried),
+        kinds=product_kinds(asked.carried)[: asked.factor // 2],
         estimate=estimate,
         waits_ms=None if estimate is None else _waits_ms(asked, memory, estimate),
     )

@@ -274,7 +274,8 @@ def _time(plan: Plan) -> Iterator[Line]:
         yield line("step", t.step_ms, "ms", "prediction", f"FLOPs a step / {_gpus(plan)} / rate")
         yield line("tokens a second", t.tokens_per_s, "tokens/s", "prediction", _gpus(plan))
     if t.rate_tflops is None and t.floor_days is not None:
-        yield line("time, at least", t.floor_days, "days", "bound", t.floor_how)
+        how = ", then ".join(dict.fromkeys(part.time.floor_how for _, part in plan.parts)) or t.floor_how
+        yield line("time, at least", t.floor_days, "days", "bound", how)
     if t.rate_tflops is None and t.floor_step_ms is not None:
         yield line("step, at least", t.floor_step_ms, "ms", "bound", t.floor_how)
 

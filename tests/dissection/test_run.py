@@ -111,6 +111,21 @@ def test_all_cells_are_measured_in_turn_and_back(monkeypatch, tmp_path, capsys):
     assert [len(c.step_ms) for c in again.cells] == [4, 4]
 
 
+def test_a_specification_of_an_optimizer_is_kept_by_name(monkeypatch, tmp_path):
+    jobs = []
+
+    def launched(function, job, limit_s):
+        jobs.append(job.setting.optimizer)
+        return ONE
+
+    monkeypatch.setattr(run, "launched", launched)
+    muon = sk.Muon(lr=1e-3)
+    for _ in range(2):  # a second start finds both cells
+        found = dissected(over={"optimizer": ("adamw", muon)}, folder=tmp_path / "d")
+        assert jobs == ["adamw", muon]
+        assert found["optimizer=Muon(lr=0.001)"].setting["optimizer"] == "Muon(lr=0.001)"
+
+
 def test_a_round_that_fails_leaves_those_before(monkeypatch):
     failed = LaunchError("Rank 0 failed with ValueError: no\ntraceback", 0, "failed")
     jobs = outcomes(monkeypatch, ONE, ONE, failed, ONE, ONE, ONE)

@@ -51,6 +51,19 @@ def test_a_value_alone_is_set_against_the_default():
     assert [asked.setting.optimizer for asked in found] == ["adamw", "adamw8bit"]
 
 
+def test_specifications_of_optimizers_are_values():
+    first, muon = sk.AdamW(lr=1e-3), sk.Muon(lr=1e-3)
+    found = grid({"optimizer": (first, muon, sk.Muon(lr=2e-3), sk.Muon(lr=1e-3))}, "train", BASE)
+    assert [(asked.name, asked.setting.optimizer) for asked in found] == [
+        (BASELINE, first),
+        ("optimizer=Muon(lr=0.001)", muon),
+        ("optimizer=Muon(lr=0.002)", sk.Muon(lr=2e-3)),
+    ]
+    assert names({"optimizer": muon}) == [BASELINE, "optimizer=Muon(lr=0.001)"]
+    assert names({"optimizer": ("adamw", muon), "recompute": "full"})[-1] == TOGETHER
+    assert names({"optimizer": "muon"}) == [BASELINE, "optimizer=muon"]
+
+
 def test_amounts_of_work_cross_with_every_switch():
     found = names({"batch": (1, 4), "length": (32, 350), "fusion": ("none", "fused")})
     assert found == [

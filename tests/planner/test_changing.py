@@ -51,6 +51,21 @@ def test_the_times_of_a_run_are_those_of_its_parts() -> None:
     assert any("after 0.75 of the steps the recipe is fp4(forward=bf16), a step" in note for note in whole.notes)
 
 
+def test_products_of_a_mere_number_of_parameters_have_a_third_each() -> None:
+    fp4, mixed, changing, stored = (
+        sk.plan(8e9, gpu="B200", tokens=1e10, recipe=recipe) for recipe in (sk.FP4, FORWARD, CHANGING, sk.QFP8)
+    )
+    days = 6 * 8e9 * 1e10 / 1e12 / 86400
+    assert fp4.time.floor_days == pytest.approx(days / 9000)
+    assert mixed.time.floor_days == pytest.approx(days * (1 / 2250 + 2 / 9000) / 3)
+    assert changing.time.floor_days == pytest.approx(days * (0.75 / 9000 + 0.25 * (1 / 2250 + 2 / 9000) / 3))
+    assert stored.time.floor_days == pytest.approx(4 / 6 * days / 2250)  # the frozen base has no grad_weight
+    both = "100 % of B200 dense BF16, 2250 and B200 dense FP4, 9000 TFLOPS"
+    assert mixed.time.floor_how == both
+    how = {line.term: line.how for line in changing.lines()}
+    assert how["time, at least"] == f"{fp4.time.floor_how}, then {both}"
+
+
 def test_the_memory_is_that_of_the_part_that_needs_most() -> None:
     _, first, later = plans()
     eight = sk.plan("qwen3-0.6b", **{**RUN, "recipe": sk.FP4.then(sk.BF16, at=0.9)})

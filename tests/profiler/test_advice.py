@@ -4,6 +4,7 @@
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 import surokit as sk
 from surokit.profiler.report import advice
 from surokit.profiler.report.advice import RULES, Seen, advise, nothing_to_win
-from tests.profiler.models import Net, train
+from tests.profiler.models import Net, line_of, train
 
 COLUMNS = {
     "lost": "cause ms_per_step",
@@ -390,6 +391,27 @@ def test_a_read_on_a_cpu_is_said_whatever_it_costs():
     (row,) = fired("sync", activity="cpu", syncs=[(ME, 7, ".item()", 1.0, 0.001, "")], lost=lost(syncs=0.001))
     assert "costs little on a CPU" in row["advice"]
     assert row["gain_ms"] == pytest.approx(0.001)
+
+
+def test_a_read_of_our_own_is_said_only_where_a_gpu_waits_for_it():
+    what: dict[str, Any] = {"syncs": [(ME, 7, ".item()", 1.0, 3.0, "surokit/train/session.py:12")], "lost": lost(syncs=3.0)}
+    assert fired("library sync", **what)
+    assert not fired("library sync", activity="cpu", **what)
+
+
+def test_reads_of_our_own_are_not_the_users_and_those_of_a_users_meter_are():
+    model = sk.Decoder(sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=64, max_length=64))
+    ids = torch.randint(64, (8, 2, 16))
+
+    def meter(session):
+        return {"norm": next(session.model.parameters()).norm().item()}  # a user's meter
+
+    data = [{"input_ids": each, "labels": each} for each in ids]
+    session = sk.Session(model, data, recipe=sk.FP8, optimizer=sk.Muon(lr=1e-3), meters=[meter])
+    with sk.profile(steps=2, warmup=1) as p:
+        session.run(3)
+    assert set(zip(p.syncs.file, p.syncs.line)) == {(__file__, line_of("a user's meter", __name__))}
+    assert {line for rule, line in zip(p.advice.rule, p.advice.line) if rule.endswith("sync")} == set(p.syncs.line)
 
 
 def test_loaders_with_workers_get_another_remedy():

@@ -156,7 +156,8 @@ def test_wrappers_that_hide_python_do_not_count_as_work():
 def test_an_optimizers_counters_and_a_loaders_seed_are_no_sync_points_on_a_cpu():
     read = gpu_recording().syncs[0]
     ops = Timeline.of([Event(Kind.OP, "aten::a", 0, 95 * US)])
-    insides = ("", "torch/optim/adam.py:12", "torch/utils/data/dataloader.py:693", "surokit/offload/columns.py:235")
+    own = ("surokit/offload/columns.py:235", "surokit/optim/adamw.py:206", "surokit/kernels/reference/gemm.py:44")
+    insides = ("", "torch/optim/adam.py:12", "torch/utils/data/dataloader.py:693", *own)
     reads = tuple(replace(read, device="cpu", inside=inside) for inside in insides)
     found = analyse(Recording(ops, 0, 95 * US, syncs=reads))
     assert found.tables["syncs"]["line"] == [7]

@@ -14,8 +14,9 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from surokit import arguments
+from surokit.formats import Kind
 from surokit.hardware.gpus import Gpu
-from surokit.planner.counts.flops import Compute, Kinds
+from surokit.planner.counts.flops import Compute
 from surokit.planner.times.roofline import Estimate
 
 
@@ -176,14 +177,14 @@ def count_time(
     gpus: int,
     gpu: Gpu | None,
     compute: Compute | None = None,
-    kinds: Kinds = (None, None, None),
+    kinds: Sequence[Kind | None] = (None,),
     estimate: Estimate | None = None,
     waits_ms: float | None = None,
 ) -> Time:
     """Count the time, the GPU hours and the cost of `flops` in a run.
 
     Without a given rate, that of an `estimate` at measured rates is taken, whose step also waits for `waits_ms`; an estimate at a
-    datasheet's rates is no prediction. Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
+    datasheet's rates is no prediction. Without `compute`, the bound takes equal shares of the FLOPs at the peaks of `kinds`.
     """
     peak_tflops, peak = gpu.peak() if gpu else (None, "")
     rate: Fraction | None = None
@@ -264,21 +265,23 @@ def time_in_parts(parts: Sequence[tuple[float, Time]]) -> Time:
     return replace(parts[0][1], usd_range=usd_range, **sums)
 
 
-def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:
+def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Sequence[Kind | None]) -> tuple[float | None, str]:
     """Return (GPU seconds a model FLOP, the peaks in words) with every product at its own dense peak, which nothing exceeds."""
     if gpu is None or gpu.plain_tflops is None:
         return None, ""
-    if compute is None:
-        tflops, name = max((gpu.peak(kind) for kind in kinds), key=lambda peak: peak[0] or 0.0)
-        assert tflops is not None
-        return 1 / (tflops * 1e12), f"100 % of {name}, {tflops:g} TFLOPS"
+    # (FLOPs, kind) of each pass; without shapes all products are alike, and each pass has the same share
+    passes = (
+        [(1, kind) for kind in kinds]
+        if compute is None
+        else [each for product in compute.products for each in product.passes]
+    )
+    model = len(kinds) if compute is None else compute.model
     seconds = 0.0
     names: dict[str, None] = {}
-    for product in compute.products:
-        for flop, kind in product.passes:
-            tflops, name = gpu.peak(kind)
-            assert tflops is not None
-            seconds += flop / (tflops * 1e12)
-            if flop:
-                names[f"{name}, {tflops:g}"] = None
-    return seconds / compute.model, "100 % of " + " and ".join(names) + " TFLOPS"
+    for flop, kind in passes:
+        tflops, name = gpu.peak(kind)
+        assert tflops is not None
+        seconds += flop / (tflops * 1e12)
+        if flop:
+            names[f"{name}, {tflops:g}"] = None
+    return seconds / model, "100 % of " + " and ".join(names) + " TFLOPS"

@@ -34,7 +34,7 @@ _SYNC_CALLS = (  # without the version that some tracers add, as in cudaMemcpy_v
 _COMMUNICATION = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms|^_c10d_functional::wait", re.IGNORECASE)
 COLLECTIVE_RANGES = ("gloo:",)  # a collective on the host, from when a thread of gloo's begins it to its end
 DATA_RANGES = ("enumerate(DataLoader)", "data:")
-_HOST_STATE = ("torch/optim/", "torch/utils/data/", "surokit/offload/")
+_HOST_STATE = ("torch/optim/", "torch/utils/data/", "surokit/offload/", "surokit/optim/", "surokit/kernels/")
 OPTIMIZER_RANGES = ("Optimizer.",)
 OFFLOAD_RANGES = (
     "surokit.offload.wait ",
@@ -229,7 +229,7 @@ class Observed:
         self.waits = self.calls.take(self.named(self.calls, lambda n: n.partition("_")[0] in _SYNC_CALLS))
         if self.on_gpu:
             self.reads = self._with_their_waits([s for s in self.r.syncs if s.device != "cpu"])
-        else:  # an optimizer's counters and a loader's seed live on the CPU on purpose: no read of them waits for a device
+        else:  # counters of an optimizer, a loader's seed and what kernels for CPUs read are there on purpose: nobody waits for it
             self.reads = [s for s in self.r.syncs if not s.inside.startswith(_HOST_STATE)]
         start, end = intervals(self.reads)
         self.sync = np.concatenate((self.waits.start_E, start)), np.concatenate((self.waits.end_E, end))

@@ -29,6 +29,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+import surokit
 from surokit.kernels import reference
 from surokit.profiler.record.recording import SyncPoint
 from surokit.profiler.record.settings import loader_setting
@@ -318,9 +319,14 @@ def ignoring_warning(message: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- lines
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
-# the kernels are mapped from a folder of their own, which an editable install leaves outside the package's
-_OWN = tuple(str(Path(f).resolve().parent.parent) + os.sep for f in (__file__, str(reference.__file__)))
-_OFFLOAD = _OWN[0] + "offload" + os.sep  # reads what it keeps on the host: told apart from what a user could change
+_PACKAGE = Path(surokit.__file__).resolve().parent
+# folders of our own files, with what they are called: an editable install leaves the kernels outside of the package's
+_OWN = {
+    str(_PACKAGE) + os.sep: "surokit/",
+    str(Path(str(reference.__file__)).resolve().parent.parent) + os.sep: "surokit/kernels/",
+}
+# what stands between a user's line and a library's while it is profiled
+_BETWEEN = (f"{_PACKAGE / 'profiler'}{os.sep}", str(_PACKAGE / "torch_private.py"), _TORCH + "_ops.py", "<frozen")
 _LIBRARIES = tuple(
     {
         path + os.sep
@@ -357,10 +363,11 @@ def user_line(frame: FrameType | None) -> tuple[str, int, str]:
 
 
 def _inside_library(file: str) -> str | None:
-    if file.startswith(_OFFLOAD):
-        return "surokit/offload/" + file[len(_OFFLOAD) :].replace(os.sep, "/")
-    if file.startswith((*_OWN, _TORCH + "_ops.py", "<frozen")):
+    if file.startswith(_BETWEEN):
         return ""
+    for folder, name in _OWN.items():
+        if file.startswith(folder):
+            return name + file[len(folder) :].replace(os.sep, "/")
     if file.startswith(_TORCH):
         return "torch/" + file[len(_TORCH) :].replace(os.sep, "/")
     for folder in sorted(_LIBRARIES, key=len, reverse=True):

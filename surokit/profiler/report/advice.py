@@ -167,11 +167,14 @@ _REMEDY_INSIDE = (  # where a library reads a value -> what the user can do abou
 
 
 def sync(seen: Seen) -> Iterator[AdviceRow]:
-    """Find the reads of a device value in every step. On a CPU one costs next to nothing, so it is reported whatever its size."""
+    """Find the reads of a device value in every step. On a CPU one costs next to nothing, so it is reported whatever its size, but
+    for those of surokit's own lines, which on a GPU may not be there."""
     table = seen.tables["syncs"]
     lost, total = seen.held("syncs"), sum(table["ms"]) or 1.0
     for file, line, call, count, ms, inside in seen.rows("syncs", "file line call count ms inside"):
         if count < 0.5 or (seen.on_gpu and not seen.worth(ms) and not seen.worth(lost)):
+            continue
+        if inside.startswith("surokit/") and not seen.on_gpu:
             continue
         waits = f"waits {ms:.3g} ms a step" if seen.on_gpu else "costs little on a CPU, but would make a GPU run dry"
         if inside:
