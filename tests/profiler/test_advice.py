@@ -394,7 +394,10 @@ def test_a_read_on_a_cpu_is_said_whatever_it_costs():
 
 
 def test_a_read_of_our_own_is_said_only_where_a_gpu_waits_for_it():
-    what: dict[str, Any] = {"syncs": [(ME, 7, ".item()", 1.0, 3.0, "surokit/train/session.py:12")], "lost": lost(syncs=3.0)}
+    what: dict[str, Any] = {
+        "syncs": [(ME, 7, ".item()", 1.0, 3.0, "surokit/train/session.py:12")],
+        "lost": lost(syncs=3.0),
+    }
     assert fired("library sync", **what)
     assert not fired("library sync", activity="cpu", **what)
 
