@@ -299,10 +299,6 @@ def test_a_model_with_experts_gets_no_prediction_and_the_reason():
     assert "experts" not in predict(plain, plain, Shares(), 1.0).why
 
 
-def stand_in(**attributes: Any) -> Any:
-    return SimpleNamespace(**attributes)
-
-
 @pytest.mark.parametrize(
     ("base_s", "own_s", "quantizing_s", "known"),
     [(0.5, 0.6, 0.2, True), (0.5, 0.1, 0.09, False), (0.5, 23.0, 20.0, False)],
@@ -310,11 +306,13 @@ def stand_in(**attributes: Any) -> Any:
 )
 def test_short_runs_that_a_busy_machine_disturbed_predict_nothing(base_s, own_s, quantizing_s, known):
     """A step of a second, of which half is products."""
-    base, own = (
-        stand_in(experts=False, shapes={"a": (8, 8)}, kinds={"a": kind}, flops={"a": 1}, seconds=lambda names, s=s: s)
-        for kind, s in (("bf16", (base_s, 0.0)), ("fp8", (own_s, quantizing_s)))
-    )
-    found = predict(own, base, stand_in(products=lambda step_s: 0.5), 1.0)
+
+    def layers(kind: str, *seconds: float) -> Any:
+        of_layers = {"experts": False, "shapes": {"a": (8, 8)}, "kinds": {"a": kind}, "flops": {"a": 1}}
+        return SimpleNamespace(**of_layers, seconds=lambda names: seconds)
+
+    shares: Any = SimpleNamespace(products=lambda step_s: 0.5)
+    found = predict(layers("fp8", own_s, quantizing_s), layers("bf16", base_s, 0.0), shares, 1.0)
     assert (found.ratio is not None) == known
     assert str(found).startswith("predicted 0.91 x: 50%" if known else "no prediction: its short runs do not fit")
     assert found.quantization == pytest.approx(quantizing_s)
