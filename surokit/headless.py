@@ -45,11 +45,10 @@ def execute(notebook: Path, run_dir: Path) -> int:
     try:
         status = _run(nb, folder)
     finally:
-        _keep(nb, folder, notebook.stem)
+        kept = _keep(nb, folder, notebook.stem)
     if status == 0 and (text := result_text(nb)):
         print(f"\n{text}\n")
-    page = folder / f"{notebook.stem}.html"
-    print((page if page.is_file() else folder).resolve())
+    print(kept.resolve())
     return status
 
 
@@ -256,8 +255,9 @@ def _plain(cell: Any, error: Exception) -> str:
     return str(error)
 
 
-def _keep(nb: Any, folder: Path, name: str) -> None:
-    """Write the executed notebook, its pictures, and a web page of it where nbconvert is installed."""
+def _keep(nb: Any, folder: Path, name: str) -> Path:
+    """Write the executed notebook, its pictures, and a web page of it, which is returned; without nbconvert there is none, and the
+    folder is."""
     import nbformat
 
     nbformat.write(nb, folder / f"{name}.ipynb")
@@ -276,7 +276,9 @@ def _keep(nb: Any, folder: Path, name: str) -> None:
         from nbconvert import HTMLExporter
     except ModuleNotFoundError:
         print('No web page without nbconvert: pip install "surokit[lab]".', file=sys.stderr)
-        return
+        return folder
     quiet = logging.Logger("nbconvert", logging.ERROR)  # it asks for alternative texts of our own pictures
-    page, _ = HTMLExporter(template_name="lab", log=quiet).from_notebook_node(nb)
-    (folder / f"{name}.html").write_text(page, encoding="utf-8")
+    text, _ = HTMLExporter(template_name="lab", log=quiet).from_notebook_node(nb)
+    page = folder / f"{name}.html"
+    page.write_text(text, encoding="utf-8")
+    return page

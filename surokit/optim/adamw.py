@@ -176,8 +176,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
-        if any(p.stride() != state["exp_avg"].stride() for p, state in zip(params, states)):
-            for p, state in zip(params, states):
+        for p, state in zip(params, states):
+            if p.stride() != state["exp_avg"].stride():
                 _lay_as(p, state)
         params, grads = local(params), gradients_of(params)
         moments, squares = local([s["exp_avg"] for s in states]), local([s["exp_avg_sq"] for s in states])

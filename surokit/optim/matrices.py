@@ -32,13 +32,8 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     named = dict(model.named_parameters())
     for name, p in named.items():
         if p.requires_grad:
-            kind = (
-                "vectors"
-                if is_vector(name, p, named)
-                else "hidden"
-                if p.ndim in (2, 3) and id(p) not in outer
-                else "others"
-            )
+            is_hidden = p.ndim in (2, 3) and id(p) not in outer
+            kind = "vectors" if is_vector(name, p, named) else "hidden" if is_hidden else "others"
             groups[kind].append(p)
     return [
         {"params": params, "use_muon": kind == "hidden", "weight_decay": 0.0 if kind == "vectors" else weight_decay}

@@ -44,10 +44,9 @@ _PRODUCTS = re.compile(
 _NO_KERNELS = re.compile(r"fmha|flash|attention|sdpa|cudnn_generated", re.IGNORECASE)
 _RUN_S = 0.15  # time for one layer's measurement
 _REPEATS = 3  # at least
-_FASTEST, _LONGEST = (
-    20,
-    10,
-)  # no format's products are so many times as fast, and no quantization takes so many steps: clocks erred
+# beyond these clocks erred
+_FASTEST = 20  # times as fast, products
+_LONGEST = 10  # steps, quantization
 
 
 class Shares:

@@ -81,18 +81,23 @@ def test_a_strange_run_json_does_no_harm(tmp_path, text):
     assert "step 1" in summary_line(folder.state)
 
 
-def test_silence_is_said_and_taken_back(tmp_path):
-    clock = Clock()
-    grow(tmp_path, line(1))
-    says(tmp_path, clock=clock, host="elsewhere")
-    folder = RunFolder(tmp_path, clock=clock)
+def changes_after_silence(folder, clock):
+    """Whether something new is said after 41 s without a sign; nothing is before 30."""
     folder.look()
     assert reason(folder) is None
     clock.now += 29
     folder.look()
     assert reason(folder) is None
     clock.now += 12
-    assert folder.look()
+    return folder.look()
+
+
+def test_silence_is_said_and_taken_back(tmp_path):
+    clock = Clock()
+    grow(tmp_path, line(1))
+    says(tmp_path, clock=clock, host="elsewhere")
+    folder = RunFolder(tmp_path, clock=clock)
+    assert changes_after_silence(folder, clock)
     when = time.strftime("%H:%M", time.localtime(clock.now - 41))
     assert reason(folder) == (
         f"lost: no sign of life since {when} (heartbeat 40 s old): the kernel is gone or its machine sleeps"
@@ -207,13 +212,7 @@ def test_before_its_first_record_the_signs_of_others_count(tmp_path):
     folder.look()
     assert reason(folder).startswith("lost: no sign of life since")  # nobody has given one
     folder.beat = clock.now  # as of its race
-    folder.look()
-    assert reason(folder) is None
-    clock.now += 29
-    folder.look()
-    assert reason(folder) is None
-    clock.now += 12
-    folder.look()
+    assert changes_after_silence(folder, clock)
     assert reason(folder).startswith("lost: no sign of life since")
 
 

@@ -254,7 +254,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
     gpus = arguments.integer("gpus", q.gpus, most=1e7)
     division = _read_division(q, shape, gpus, fusion)
     _check_muon(optimizer, shape, division, q.training)
-    if q.training:
+    if q.training and optimizer == "none":
         _check_momentum(q.optimizer)
     prefetch = _read_prefetch(q.offload_weights, shape, device, q.training and not frozen(q.recipe), optimizer)
     if prefetch and gpus > 1 and q.zero > 1:
@@ -455,8 +455,6 @@ def read_optimizer(value: Any) -> str:
 
 def _check_momentum(optimizer: Any) -> None:
     """Raise ValueError for SGD that has momentum in any of its groups of parameters."""
-    if optimizer is None or read_optimizer(optimizer) != "none":
-        return
     groups = getattr(optimizer, "param_groups", None) or [{"momentum": _option(optimizer, "momentum")}]
     if momentum := max(group.get("momentum") or 0 for group in groups):
         raise ValueError(
